@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import copy
 import gc
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from datasets import Dataset
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
 import deltune
+from deltune.compat import TorchDispatchMode
 from deltune.methods.memory import peak_bytes
+from deltune.models import packaged_minilm
 from deltune.studies.jobs.timed_model import TimedModel, time_interleaved
 
 from .frame import Piece
@@ -61,44 +66,112 @@ LANGUAGE = ((256, 32_000), (512, 32_000), (1024, 32_000), (256, 128_256))
 TUNED = ("lora(rank=8)", "prefix(length=16) + layernorm", "adapter(rank=8)", "dora(rank=8)", "full")
 
 
+Loss = Callable[[PreTrainedModel, torch.Tensor], Any]
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts the operations that compute: what is a view, or memory without values, is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = [one.alias_info for one in func._schema.returns]
+        view = any(alias is not None and not alias.is_write for alias in returned)
+        self.count += not view and "empty" not in func._schema.name
+        return func(*args, **(kwargs or {}))
+
+
+def counts(work: Callable[[], object]) -> tuple[int, int]:
+    """Kernels that the work dispatches, and its floating-point operations."""
+    with _Kernels() as kernels:
+        work()
+    with FlopCounterMode(display=False) as flops:
+        work()
+    return kernels.count, flops.get_total_flops()
+
+
+def plain_loss(model: PreTrainedModel, ids: torch.Tensor) -> Any:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def our_loss(model: PreTrainedModel, ids: torch.Tensor) -> Any:
+    return deltune.causal_loss(model, {"input_ids": ids, "labels": ids})
+
+
+def step_of_trainer(kind: Any, arguments: TrainingArguments, model: Any, ids: torch.Tensor, **more: Any) -> Any:
+    """Make a Trainer of a model, and return what takes a step's forward and backward pass in it."""
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in ids.tolist()])
+    trainer = kind(model, arguments, train_dataset=rows, **more)
+    trainer.current_gradient_accumulation_steps = 1  # which its train() sets
+
+    def step(ids: torch.Tensor) -> Any:
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+        return trainer.training_step(trainer.model, batch)
+
+    return step
+
+
 def language(width: int, words: int, methods: tuple[str, ...] = TUNED, tokens: int = 1024) -> list[Row]:
     """The peak of a step with `causal_loss` beside a step that has no head at all, but for the gradient of a head that
-    is trained; for LoRA also the model's own loss, with PEFT's layers and with ours."""
+    is trained; for LoRA also what PEFT's layers take with the model's own loss, in a Trainer, and in TRL's with its
+    fused head, which has no Triton on a CPU, and the kernels and floating-point operations of each."""
+    import peft
+    import trl
+
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=width, intermediate_size=2 * width, num_hidden_layers=4, num_attention_heads=4, vocab_size=words,
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     like, ids = LlamaForCausalLM(config), torch.randint(0, words, (4, tokens // 4))
-    rows = []
+    shape, rows = f"Llama {width}, {words:,} words, 4 × {tokens // 4}", []
 
-    def of(model: PreTrainedModel, loss: Callable[[PreTrainedModel, torch.Tensor], torch.Tensor]) -> float:
-        loss(model, ids[:1, :8]).backward()  # what is made once
+    def of(model: PreTrainedModel, step: Callable[[torch.Tensor], Any]) -> tuple[float, int, int]:
+        step(ids[:1, :8])  # what is made once
         model.zero_grad()
-        top = peak(lambda: loss(model, ids).backward()) / MIB
+        top = peak(lambda: step(ids)) / MIB
         model.zero_grad()
-        return top
+        kernels, flops = counts(lambda: step(ids))
+        model.zero_grad()
+        return top, kernels, flops
 
-    def plain_loss(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
-        return loss
+    def by_hand(model: PreTrainedModel, loss: Loss) -> tuple[float, int, int]:
+        return of(model, lambda batch: loss(model, batch).backward())
 
+    def with_peft() -> Any:
+        options = peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])
+        return peft.get_peft_model(copy.deepcopy(like), options).train()
+
+    measures: dict[str, tuple[float, int, int]] = {}
     for method in methods:
         model = copy.deepcopy(like).train()
         deltune.attach(model, method)
-        mine = of(model, lambda model, ids: deltune.causal_loss(model, {"input_ids": ids, "labels": ids}))
-        least = of(model, lambda model, ids: model.base_model(input_ids=ids)[0].mean())
+        mine = by_hand(model, our_loss)
+        least = by_hand(model, lambda model, ids: model.base_model(input_ids=ids)[0].mean())[0]
         least += 4 * width * words / MIB if method == "full" else 0
-        note = f"{mine:.1f} and {least:.1f} MiB"
+        note = f"{mine[0]:.1f} and {least:.1f} MiB"
+        name = f"peak of a step / without a head: {method}; {shape}"
+        rows.append(Row(name, round(mine[0] / least, 3), Target(1.05 if words < 100_000 else 1.3), note=note))
         if method == TUNED[0]:
-            import peft
-
-            options = peft.LoraConfig(task_type="CAUSAL_LM", r=8, target_modules=["q_proj", "v_proj"])
-            other: Any = peft.get_peft_model(copy.deepcopy(like), options).train()
-            whole = [of(each, plain_loss) for each in (model, other)]
-            note += f"; {whole[0]:.1f} with the model's own loss, {whole[1]:.1f} with it and PEFT"
-        name = f"peak of a step / without a head: {method}; Llama {width}, {words:,} words, 4 × {tokens // 4}"
-        rows.append(Row(name, round(mine / least, 3), Target(1.05 if words < 100_000 else 1.3), note=note))
+            measures["ours"] = mine
+    other = with_peft()
+    measures["PEFT"] = by_hand(other, plain_loss)
+    with tempfile.TemporaryDirectory() as folder:
+        options: dict[str, Any] = dict(output_dir=folder, report_to=[], use_cpu=True, activation_checkpointing=False)
+        step = step_of_trainer(Trainer, TrainingArguments(**options), other, ids)
+        measures["Trainer + PEFT"] = of(other, step)
+        other, tokenizer = with_peft(), AutoTokenizer.from_pretrained(packaged_minilm())
+        arguments = trl.SFTConfig(**options, max_length=None, eos_token=tokenizer.sep_token)
+        step = step_of_trainer(trl.SFTTrainer, arguments, other, ids, processing_class=tokenizer)
+        measures["TRL + PEFT"] = of(other, step)
+    for name, (top, kernels, flops) in measures.items():
+        rows.append(Row(f"peak of a step of {TUNED[0]}: {name}; {shape}", round(top, 1), unit="MiB"))
+        for what, figure, of_peft in (("kernels", kernels, measures["PEFT"][1]), ("flops", flops, measures["PEFT"][2])):
+            limit = Target(1.0) if name == "ours" else None
+            note = f"{figure:,} and {of_peft:,}"
+            rows.append(Row(f"{what} / PEFT's: {name}; {shape}", round(figure / of_peft, 3), limit, note=note))
     return rows
 
 

@@ -114,7 +114,7 @@ def served(shape: Shape, folder: Path | None, **options: Any) -> Server:
     bounds = {
         "max_queue": 100_000,
         "max_queue_per_tenant": 100_000,
-        "prompt_cache_bytes": 0,
+        "prompt_cache": 0,
     }
     server = Server(model, deltas=folder, **{**bounds, **options})
     for name in tenants_of(shape) if folder is not None else ():

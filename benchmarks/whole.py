@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -68,13 +69,22 @@ def commands(data: Path, output: Path, columns: Sequence[str], epochs: int, seed
     }
 
 
-def carried_out(command: Sequence[str], cache: Path) -> None:
-    """Run a command in the checkout, on as many threads as we have. Error: it failed; with the last it said."""
+def carried_out(command: Sequence[str], cache: Path) -> float:
+    """Run a command in the checkout, on as many threads as we have; return the greatest memory of its process in MiB.
+
+    Error: it failed; with the last it said.
+    """
     path = os.pathsep.join((str(ROOT), str(ROOT / "src")))
     changes = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(torch.get_num_threads()), "DELTUNE_CACHE": str(cache)}
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **changes}, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
+    with tempfile.TemporaryFile("w+") as errors:
+        environment = {**os.environ, **changes}
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        errors.seek(0)
+        if process.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {(errors.read().strip().splitlines() or ['?'])[-1]}")
+    return usage.ru_maxrss / 1024
 
 
 def measure(
@@ -111,11 +121,62 @@ def measure(
     return rows
 
 
+CHATS = ("stories260k-llama", "babyllama-char-llama")
+"""Folders of language models, beside the data root."""
+
+
+def chats(root: Path | None, model: str, rows: Mapping[str, int], epochs: int = 1) -> list[Row]:
+    """A whole run on answers to prompts beside the quicker of Trainer + PEFT and TRL + PEFT with its packing.
+
+    Prompts are cut, since these models read few tokens. TRL's fused head has no Triton on a CPU.
+    """
+    name = f"whole run on chats / the better of PEFT's: {METHOD} on {model}"
+    if root is None or not (root / "samsum").is_dir() or not (root.parent / "models" / model).is_dir():
+        return [missing(name, f"no samsum in {root or 'a data root'}, or no {model} beside it; give --data-root")]
+    folder = root.parent / "models" / model
+    with tempfile.TemporaryDirectory() as made:
+        place = Path(made)
+        data = prepared(Job("samsum", {"prompt": "dialogue", "completion": "summary"}, {}, 0), root, place / "d", rows)
+        for file in data.iterdir():
+            lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+            cut = [{"prompt": f"{row['prompt'][:120]}\n", "completion": row["completion"][:80]} for row in lines]
+            file.write_text("".join(json.dumps(row) + "\n" for row in cut), encoding="utf-8")
+        run = [sys.executable, "-m"]
+        columns = ["--task", "chat", "--columns", "prompt=prompt,completion=completion", "--max-cut", "1"]
+        ours = ["--data", str(data), *columns, "--max-length", "256", "--packing", "--method", METHOD]
+        ours += ["--lr", "1e-3", "--batch-size", "16", "--output", str(place / "ours")]
+        sides = {"ours": [*run, "deltune", "train", "--model", str(folder), *ours]}
+        for kind in ("trainer", "trl"):
+            sides[kind] = [*run, "benchmarks.whole_language_peft", kind, str(folder), str(data), str(place / kind)]
+        seconds: dict[str, float] = {}
+        memory: dict[str, float] = {}
+        losses: dict[str, float] = {}
+        for side, command in sides.items():
+            start = time.perf_counter()
+            memory[side] = carried_out([*command, "--epochs", str(epochs), "--seed", "0"], place / "cache" / side)
+            seconds[side] = time.perf_counter() - start
+            file = place / side / ("metrics.json" if side == "ours" else "found.json")
+            metrics = json.loads(file.read_text(encoding="utf-8"))
+            losses[side] = metrics["test"]["loss"] if side == "ours" else metrics["eval_loss"]
+    better = min(("trainer", "trl"), key=seconds.__getitem__)
+    note = "; ".join(f"{s}: {seconds[s]:.1f} s, {memory[s]:.0f} MiB, test loss {losses[s]:.3f}" for s in sides)
+    return [
+        Row(name, round(seconds["ours"] / seconds[better], 3), Target(0.8), note=note),
+        Row(f"{name}: greatest memory of the process", round(memory["ours"] / memory[better], 3), Target(1.0)),
+    ]
+
+
 def pieces(root: Path | None, full: bool = False) -> list[Piece]:
     """Short: one epoch, fewer rows, one pair, to see that it runs; full: 3 epochs, all rows, 5 seeds, as the targets
     say."""
     kind = "wholefull" if full else "whole"
     seconds = 0.0 if root is None else 1400.0 if full else 30.0
+    most = {} if full else {"train": 400, "validation": 50, "test": 50}
+    languages = [Piece(f"{kind}: chats, {model}", partial(chats, root, model, most), seconds) for model in CHATS]
     if full:
-        return [Piece(f"{kind}: {job.name}", partial(measure, job, root, 3, range(5)), seconds) for job in JOBS]
-    return [Piece(f"{kind}: {job.name}", partial(measure, job, root, 1, (0,), SHORT), seconds) for job in JOBS]
+        return [
+            Piece(f"{kind}: {job.name}", partial(measure, job, root, 3, range(5)), seconds) for job in JOBS
+        ] + languages
+    return [
+        Piece(f"{kind}: {job.name}", partial(measure, job, root, 1, (0,), SHORT), seconds) for job in JOBS
+    ] + languages

@@ -20,6 +20,7 @@ from .methods.forms.base import FactorForm as FactorForm
 from .methods.forms.base import Form as Form
 from .methods.forms.base import MatrixForm as MatrixForm
 from .methods.forms.base import Place as Place
+from .methods.forms.base import Routed as Routed
 from .methods.forms.base import TensorSpec as TensorSpec
 from .methods.forms.base import WeightForm as WeightForm
 from .methods.forms.base import Widths as Widths
@@ -66,6 +67,7 @@ from .methods.library import loreft as loreft
 from .methods.library import mam as mam
 from .methods.library import mica as mica
 from .methods.library import miss as miss
+from .methods.library import mtl_lora as mtl_lora
 from .methods.library import multi_head_parallel_adapter as multi_head_parallel_adapter
 from .methods.library import nola as nola
 from .methods.library import oft as oft
@@ -102,7 +104,7 @@ from .methods.schedules import Schedule as Schedule
 from .methods.spec import Modification as Modification
 from .methods.spec import Selection as Selection
 from .methods.spec import named_method as named_method
-from .runtime.attach import SaveDeltaCallback as SaveDeltaCallback
+from .runtime.attach import DeltaCheckpointMixin as DeltaCheckpointMixin
 from .runtime.attach import ScheduleCallback as ScheduleCallback
 from .runtime.attach import attach as attach
 from .runtime.attach import export as export

@@ -255,11 +255,6 @@ def operation_name(operation: Any) -> str:
     return name
 
 
-def argument_names(operation: Any) -> list[str]:
-    """The names of an operation's arguments, in order."""
-    return [argument.name for argument in operation._schema.arguments]
-
-
 def changes_inputs(operation: Any) -> bool:
     """Whether by its schema an operation changes an argument."""
     mutable: bool = operation._schema.is_mutable

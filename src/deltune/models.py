@@ -306,6 +306,7 @@ def load_model(
     trust_remote_code: bool = False,
     cache: WeightsCache | None = None,
     quantize: str | None = None,
+    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """Load a pretrained model with a head. Only safetensors files are read, never pickles.
 
@@ -322,6 +323,7 @@ def load_model(
             quantised model is always read from its files.
         quantize: One of `QUANTIZATIONS`, by which the linears are quantised, without the head. Default: as they are
             stored.
+        attn_implementation: How attentions are computed, as transformers names it. Default: its own choice.
 
     Raises:
         DeltuneError: The model is missing, incomplete, or cannot be loaded with this head.
@@ -358,8 +360,14 @@ def load_model(
         config.id2label, config.label2id = dict(enumerate(labels)), {label: i for i, label in enumerate(labels)}
         if head == "classification":  # else the first loss would write it, and a delta saved before one would differ
             config.problem_type = "regression" if len(labels) == 1 else "single_label_classification"
-    options = {"trust_remote_code": trust_remote_code, "local_files_only": source.cached, "use_safetensors": True}
+    options: dict[str, Any] = {
+        "trust_remote_code": trust_remote_code,
+        "local_files_only": source.cached,
+        "use_safetensors": True,
+    }
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # _check_loaded judges what does not fit
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
     if quantize is not None:
         if getattr(config, "quantization_config", None) is not None:
             raise DeltuneError(f"{name!r} is stored quantised already: leave quantize={quantize!r} out")
@@ -381,6 +389,12 @@ def load_model(
                 model, info = auto_class.from_pretrained(source.name, config=config, dtype=dtype or "auto", **options)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
         raise DeltuneError(_weights_problem(source, error)) from error
+    except ImportError as error:
+        if attn_implementation is None:
+            raise
+        raise DeltuneError(
+            f"attn_implementation={attn_implementation}: {error_summary(error).rstrip('.')}; give sdpa or eager"
+        ) from error
     except (ValueError, TypeError, RuntimeError) as error:
         raise DeltuneError(f"{name!r} cannot be built from its configuration: {error_summary(error)}") from error
     _check_loaded(model, info, name, head)

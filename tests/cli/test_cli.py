@@ -212,7 +212,7 @@ def test_a_form_of_the_users_own_on_the_command_line(
         assert without.code == 0 or "--import" in without.err, without.err
         assert without.code == 2 or command[0] == "report"
     for command in ("merge", "export"):  # neither can express it, which only who knows it can say
-        result = deltune(command, tmp_path / "run", "--to", tmp_path / "to", "--import", wave)
+        result = deltune(command, tmp_path / "run", "--output", tmp_path / "to", "--import", wave)
         assert result.code == 2 and "Wave" in result.err and "--import" not in result.err
     forget(wave)
     monkeypatch.syspath_prepend(tmp_path)
@@ -252,7 +252,7 @@ def test_count(deltune: Command, root: Path) -> None:
     assert counts["method"] == 2 * 2 * (32 * 2 + 2 * 32) and counts["denominator"] == "model"
     assert json.loads(deltune("count", root / "model", "head", "--denominator", 100, "--json").out)["percent"] == 0
     assert "512 scalars" in deltune("count", root / "model", "lora(rank=2)").out
-    options = ("--memory", "--batch-size", 2, "--max-length", 8)
+    options = ("--step-memory", "--batch-size", 2, "--max-length", 8)
     memory = json.loads(deltune("count", root / "model", "lora(rank=2)", *options, "--json").out)["memory"]
     assert memory["weights"] > memory["step"] > sum(memory["activations"].values()) > 0
     shown = deltune("count", root / "model", "lora(rank=2)", *options).out
@@ -325,8 +325,14 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     assert set(predictions[0]) == {"id", "input", "prediction", "scores"}
     assert "[b]the[/b] saw" in deltune("predict", run, "--text", "[b]the[/b] saw").out
 
-    result = deltune("merge", run, "--to", tmp_path / "plain")
+    result = deltune("merge", run, "--output", tmp_path / "plain")
     assert result.code == 0 and "model.safetensors" in names(tmp_path / "plain")
+    again = json.loads(deltune("predict", tmp_path / "plain", "--text", "a plum", "--json").out)
+    assert again[0]["scores"] == pytest.approx(predictions[0]["scores"], abs=1e-5)
+    tiny.lines(tmp_path / "fruit.jsonl", [{"text": "a plum", "label": "fruit"}] * 2)
+    scored = deltune("evaluate", tmp_path / "plain", "--data", tmp_path / "fruit.jsonl", "--json")
+    assert scored.code == 0 and set(json.loads(scored.out)) == {"test"}
+    assert "test: no row of beast, tool, whose F1 counts as 0 in f1_macro" in scored.err
 
 
 def test_sums_and_differences_of_folders(deltune: Command, tmp_path: Path) -> None:
@@ -392,7 +398,7 @@ def test_running_text(deltune: Command, tmp_path: Path, monkeypatch: pytest.Monk
     ]  # fmt: skip
     assert scores[0]["perplexity"] == pytest.approx(scores[1]["perplexity"], rel=1e-3) and scores[0] != scores[1]
     for folder in (run, model):
-        options = ("--prompt", "the old", "--max-new-tokens", 4)
+        options = ("--prompt", "the old", "--max-tokens", 4)
         (answer,) = json.loads(deltune("generate", folder, *options, "--json").out)
         assert answer["prompt"] == "the old" and re.fullmatch(r"( \w+){4}", answer["text"])  # prompt + text is a text
         assert deltune("generate", folder, *options).out.strip() == answer["text"].strip()
@@ -613,7 +619,7 @@ def test_everything_wrong_with_a_spec_at_once(deltune: Command, tmp_path: Path) 
 
 
 def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None:
-    for command in (["evaluate"], ["predict", "--text", "a"], ["merge", "--to", tmp_path / "x"]):
+    for command in (["evaluate"], ["predict", "--text", "a"], ["merge", "--output", tmp_path / "x"]):
         result = deltune(*command, root / "model")
         assert result.code == 2 and "spec.yaml is missing" in result.err
     result = deltune("train", *options(root, output=root / "data"))
@@ -623,7 +629,7 @@ def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None
 def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     deltune("train", *options(root, output=run, **{"max-train-rows": 8}))
-    result = deltune("export", run, "--to", tmp_path / "peft")
+    result = deltune("export", run, "--output", tmp_path / "peft")
     assert result.code == 0 and "written for peft" in result.out, result.err
     assert names(tmp_path / "peft") == {"adapter_config.json", "adapter_model.safetensors"}
     result = deltune("import", tmp_path / "peft", "--model", root / "model", "--output", tmp_path / "ours", "--json")
@@ -639,9 +645,9 @@ def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None
     assert facts["head"]["tensors"] == ["classifier.weight", "classifier.bias"]
     assert len(facts["labels"]["id2label"]) == 3
 
-    result = deltune("export", run, "--to", tmp_path / "other", "--format", "gguf")
+    result = deltune("export", run, "--output", tmp_path / "other", "--format", "gguf")
     assert result.code == 2 and "unknown format" in result.err
-    result = deltune("export", run, "--to", tmp_path / "other", "--format", "vllm")
+    result = deltune("export", run, "--output", tmp_path / "other", "--format", "vllm")
     assert result.code == 2 and "in a causal language model" in result.err and "Traceback" not in result.err
     result = deltune("import", run, "--model", root / "model", "--output", tmp_path / "other")
     assert result.code == 2 and "no adapter_config.json" in result.err
@@ -713,10 +719,10 @@ TRAIN = ("train", "--model", "m", "--data", "d", "--method", "lora(rank=2)", "--
         ("predict", "PATH", "--text", "a"),
         ("predict", "r", "--file", "PATH"),
         ("predict", "r", "--file", "PATH.jsonl"),
-        ("merge", "PATH", "--to", "t"),
-        ("merge", "r", "--to", "PATH"),
-        ("export", "PATH", "--to", "t"),
-        ("export", "r", "--to", "PATH"),
+        ("merge", "PATH", "--output", "t"),
+        ("merge", "r", "--output", "PATH"),
+        ("export", "PATH", "--output", "t"),
+        ("export", "r", "--output", "PATH"),
         ("import", "PATH", "--model", "m", "--output", "o"),
         ("import", "d", "--model", "m", "--output", "PATH"),
         ("study", "run", "PATH.yaml"),

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 import deltune
+from deltune.interop import peft_table
 from tables.families import FAMILIES
 from tables.specimens import batch, build, differences, facts, main_role, stir
 
@@ -411,7 +412,10 @@ UNREAD = (
     ({"layer_replication": [[0, 1]]}, "layer_replication"),
     ({"something_new": 3}, "deltune cannot reproduce something_new=3"),
     ({"peft_type": "OPT"}, "unknown peft_type 'OPT'"),
-    ({"peft_type": "XLORA"}, "deltune cannot reproduce peft_type XLORA: its router"),
+    *(
+        ({"peft_type": kind}, f"deltune cannot reproduce peft_type {kind}: {reason[:40]}")
+        for kind, reason in peft_table.REFUSED.items()
+    ),
     ({"peft_type": "IA3"}, "lora_alpha=6"),
 )
 

@@ -143,13 +143,20 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
         "block_size": st.integers(2, 64), "terms": st.just(0) | st.integers(4, 9), "shared_block": st.booleans(),
         **FIELD,
     },
-    "boft": {"block_size": EVEN, "factors": RANKS, **FIELD},
+    "boft": {"block_size": EVEN, "factors": st.integers(1, 62), **FIELD},
     "hra": {"rank": EVEN, **FIELD},
     "psoft": {"rank": st.integers(2, 64), "scale": NUMBERS, "scales": st.booleans(), **FIELD},
     "road": {"variant": st.sampled_from([1, 2, 4]), "group_size": EVEN, **FIELD},
-    "adamss": {"rank": RANKS, "clusters": RANKS, "singular_values": RANKS, "seed": SEEDS, **FIELD},
+    "adamss": {
+        "rank": RANKS, "clusters": RANKS, "singular_values": RANKS, "seed": SEEDS, "target": st.none() | RANKS,
+        "start": st.floats(0, 0.4), "stop": st.floats(0.5, 1), "every": RANKS, "exponent": st.floats(0.5, 4),
+        **{f"beta{n}": st.floats(0.1, 0.9) for n in (1, 2)}, **FIELD,
+    },
     "frod": {"density": st.floats(0.01, 0.9), "seed": SEEDS, **FIELD},
     "svft": {"band": st.integers(0, 4), **FIELD},
+    "mtl_lora": {
+        "rank": RANKS, "tasks": RANKS, "ups": RANKS, "temperature": st.floats(0.01, 2), "scale": NUMBERS, **FIELD
+    },
     "poly": {"rank": RANKS, "tasks": RANKS, "skills": RANKS, "splits": st.just(1), **FIELD},
     "ssf": FIELD,
     "beft": FIELD,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 import deltune
-from benchmarks.memory import peak
+from benchmarks.memory import counts, peak
 from deltune.runtime import causal_loss as module
 from deltune.runtime.attach import find_tuned
 from deltune.runtime.causal_loss import causal_loss, language_head, row_losses
@@ -23,7 +23,10 @@ from tables.specimens import batch, build, roles, stir
 
 CASES = [(f, role) for f in FAMILIES for role in ("causal", "seq2seq", "masked") if role in roles(FAMILIES[f])]
 CASES = [(f, role) for f, role in CASES if not (role == "masked" and FAMILIES[f].kind == "both")]
-PLAIN = {("gemma2", "causal"): "more than the projection", ("blenderbot", "seq2seq"): "what its decoder reads"}
+PLAIN = {
+    ("gemma2", "causal"): "its logits are more than the projection of its hidden states",
+    ("blenderbot", "seq2seq"): "it does not say what its decoder reads",
+}
 """The cases that are computed from all logits, and what the log says."""
 METHODS = ("lora(rank=2)", "layernorm", "full", "prompt(length=3)", "adapter(rank=4)", "dora(rank=2)")
 
@@ -44,7 +47,7 @@ def reason_of(model: PreTrainedModel) -> str:
     """Why the loss of a tuned model is computed from all logits with what is in use."""
     handle = find_tuned(model)
     assert handle is not None
-    return language_head(model).plain.get(handle.attached.passes.assignment_of_new_pass(), "")
+    return language_head(model).tried[handle.attached.passes.assignment_of_new_pass()][1]
 
 
 def from_logits(model: PreTrainedModel, inputs: dict[str, Any], role: str) -> torch.Tensor:
@@ -84,6 +87,22 @@ def test_loss_and_gradients_are_those_of_the_logits(family: str, role: str, meth
         best, labels = best[:, :-1], labels[:, 1:]
         assert hits[0] >= 2
     assert hits.tolist() == (best == labels).sum(1).tolist()
+
+
+def table() -> str:
+    """The families that the law holds for, as the guide has them."""
+    lines = ["| model | computed without logits | from all logits, and why |", "|---|---|---|"]
+    for role in ("causal", "seq2seq", "masked"):
+        of_role = [family for family, other in CASES if other == role]
+        at_head = ", ".join(f"`{family}`" for family in of_role if (family, role) not in PLAIN)
+        others = "; ".join(f"`{f}`: {PLAIN[f, role]}" for f in of_role if (f, role) in PLAIN)
+        lines.append(f"| {role} | {at_head} | {others} |")
+    return "\n".join(lines)
+
+
+def test_the_guide_has_the_table_of_the_law() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "train" / "memory.md"
+    assert table() in guide.read_text(encoding="utf-8"), f"put this into {guide.name}:\n{table()}"
 
 
 def llama(**changes: Any) -> PreTrainedModel:
@@ -196,14 +215,13 @@ def test_half_precision_is_within_its_own_rounding(dtype: torch.dtype) -> None:
     assert not reason_of(model)
 
 
-def test_without_torch_s_own_kernel_chunks_are_computed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_give_what_all_tokens_together_give(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
-    tuned = stir(deltune.attach(model, "lora(rank=2)"))
+    tuned = stir(deltune.attach(model, "full"))
     inputs = batch_with_labels(model, "causal")
     first = torch.autograd.grad(causal_loss(model, inputs), list(tuned.trainable_parameters()))
-    monkeypatch.delattr(F, "linear_cross_entropy")
-    monkeypatch.setattr(module, "CHUNK_LOGITS", 0)
-    monkeypatch.setattr(module, "MIN_CHUNK", 4)
+    monkeypatch.setattr(module, "CHUNK", 1e-3)
+    monkeypatch.setattr(module, "MIN_CHUNK", 3)
     second = torch.autograd.grad(causal_loss(model, inputs), list(tuned.trainable_parameters()))
     torch.testing.assert_close(first, second)
 
@@ -233,6 +251,45 @@ def test_a_step_does_not_hold_the_logits() -> None:
     logits = 4 * tokens * vocabulary
     assert peak(lambda: row_losses(model, inputs)) < logits
     assert peak(lambda: causal_loss(model, inputs).backward()) < logits < peak(lambda: model(**inputs).loss.backward())
+
+
+def test_what_stands_between_is_tried_again_when_it_may_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every batch; and a cap that is set later is noticed."""
+    model = build(FAMILIES["gemma2"], "causal", final_logit_softcapping=None)
+    tuned = stir(deltune.attach(model, "lora(rank=2)", name="a"))
+    deltune.attach(model, "lora(rank=2)", name="b")
+    inputs, trials = batch_with_labels(model, "causal"), []
+    compare = module._same_logits
+    monkeypatch.setattr(module, "_same_logits", lambda *pair: (trials.append(pair), compare(*pair))[1])
+    for change, expected in (
+        (model.eval, 1), (lambda: tuned.use("a"), 2), (model.train, 3), (model.train, 3),
+        (lambda: setattr(model.config, "final_logit_softcapping", 0.5), 4),
+    ):  # fmt: skip
+        change()
+        torch.testing.assert_close(*(causal_loss(model, inputs) for _ in range(2)))
+        assert len(trials) == expected
+    assert "more than the projection" in reason_of(model)
+    loss, expected = causal_loss(model, inputs), from_logits(model, inputs, "causal")
+    assert abs(loss - expected) <= 2e-6 * expected
+
+
+def test_a_step_takes_no_more_operations_than_pefts() -> None:
+    """Of two chunks of tokens, of which the untrained ones are left out."""
+    peft = pytest.importorskip("peft")
+    vocabulary, width = 1_500, 128
+    sizes = {"vocab_size": vocabulary, "hidden_size": width, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes["num_hidden_layers"] = 4
+    ids = torch.randint(5, vocabulary, (2, 64))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    ours, theirs = llama(**sizes).float(), llama(**sizes).float()
+    deltune.attach(ours, "lora(rank=8)")
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    causal_loss(ours, inputs)
+    kernels, flops = counts(lambda: causal_loss(ours, inputs).backward())
+    of_peft = counts(lambda: theirs(**inputs).loss.backward())
+    assert flops <= of_peft[1] and kernels <= of_peft[0], (kernels, of_peft)
+    inputs["labels"] = ids.clone().index_fill_(1, torch.arange(48), -100)
+    assert counts(lambda: causal_loss(ours, inputs).backward())[1] < 0.8 * flops
 
 
 def test_a_trainer_with_the_mixin_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:

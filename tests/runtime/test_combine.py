@@ -185,6 +185,46 @@ def test_adapter_fusion_is_the_papers_formula(bias: bool) -> None:
         assert torch.allclose(model(**inputs)["last_hidden_state"], fused, rtol=1e-10)
 
 
+@pytest.mark.parametrize(("top_k", "temperature"), [(2, 0.5), (3, 1.0)])
+def test_arrow_is_pefts(top_k: int, temperature: float, tmp_path: Path) -> None:
+    """PEFT finds a prototype by 15 products in float32; with ours in its place it computes the same in float64."""
+    peft = pytest.importorskip("peft", reason="no PEFT: pip install -e '.[peers]' -c constraints.txt")
+    model = build(FAMILIES["bert"], "base")
+    for number in range(4):
+        experts = peft.get_peft_model(
+            copy.deepcopy(model),
+            peft.LoraConfig(r=3, lora_alpha=6, target_modules=["query", "value"], init_lora_weights=False),
+        )
+        with torch.no_grad():
+            for name, parameter in experts.named_parameters():
+                if "lora_A" in name:  # one direction is much stronger than the others, so that PEFT's products converge
+                    parameter.normal_(generator=torch.Generator().manual_seed(number))
+                    parameter[0] *= 30
+        experts.save_pretrained(tmp_path / f"{number}")
+    config = peft.ArrowConfig(top_k=top_k, router_temperature=temperature, rng_seed=1)
+    folders = [str(tmp_path / f"{number}") for number in range(4)]
+    peer = peft.create_arrow_model(copy.deepcopy(model), folders, config).double().eval()
+    inputs = batch(model)
+    for number, folder in enumerate(folders):
+        tuned = deltune.load(model, folder, name=f"e{number}", use=False)
+    tuned.combine("mix(e0, e1, e2, e3)", name="m", mixing=f"arrow(top_k={top_k}, temperature={temperature})")
+    assert tuned.count(name="m").trained == 0
+    alone, theirs = run(model, inputs), run(peer.base_model.model, inputs)
+    assert distance(alone, theirs) < 1e-5
+    with torch.no_grad():
+        for edit in tuned.delta("m").all_edits():
+            layer = peer.base_model.model.get_submodule(edit.place.target.path).lora_arrow["arrow_router"]
+            signs = (layer.prototypes * edit.prototypes).sum(1, keepdim=True)
+            assert torch.allclose(signs.abs(), torch.ones_like(signs), atol=1e-5)
+            layer.prototypes.copy_(edit.prototypes * signs.sign())
+    assert distance(run(peer.base_model.model, inputs), alone) < 1e-12
+    tuned.save(tmp_path / "m", name="m")
+    loaded = deltune.load(tuned.detach(), tmp_path / "m")
+    assert equal(run(loaded.model, inputs), alone)
+    with pytest.raises(deltune.DeltuneError, match="cannot be merged"):
+        loaded.merge()
+
+
 def test_an_average_is_of_parameters_and_of_any_method() -> None:
     for text in ("prefix(length=2)", "adapter(rank=4) + layernorm"):
         tuned = build_two("bert", text, text, "sequence").combine("average(a, b)", name="c")
@@ -197,7 +237,7 @@ def test_heads() -> None:
     with pytest.raises(deltune.DeltuneError, match=r"'a' and 'b' each have a head"):
         tuned.combine("a + b", name="c")
     assert tuned.names == ("a", "b")
-    tuned.combine("a + b", name="c", head="a").combine("a + b", name="d", head="average")
+    tuned.combine("a + b", name="c", head_of="a").combine("a + b", name="d", head_of="average")
     state, name = tuned.attached.state, tuned.delta("a").head[0]
     a, b, c, d = (state.delta_value(tuned.delta(n), name) for n in "abcd")
     assert torch.equal(a, c) and torch.allclose(d, (a + b) / 2)
@@ -238,6 +278,9 @@ def test_expressions(text: str, weights: dict[str, float] | None) -> None:
         ("mix(a, c)", {}, "changes of linears' weights"),
         ("mix(a, a)", {"mixing": "learned"}, "mixing"),
         ("mix(e, e)", {}, 'mixed by "attention" or "fusion"'),
+        ("mix(e, e)", {"mixing": "arrow"}, 'mixed by "attention" or "fusion"'),
+        ("mix(a, a)", {"mixing": "arrow(top=2)"}, "top"),
+        ("mix(a, a)", {"mixing": "arrow(temperature=0.0)"}, "temperature=0.0: must be above 0"),
     ],
 )
 def test_what_is_refused_attaches_nothing(text: str, options: dict, says: str) -> None:  # type: ignore[type-arg]
@@ -272,9 +315,9 @@ def test_a_pooler_that_the_head_does_not_read_stays_out(text: str) -> None:
     stir(deltune.attach(model, text, name="a", pooling="mean"), seed=1)
     tuned = stir(deltune.attach(model, text, name="b"), seed=2)
     inputs = batch(model)
-    expected = run(tuned.use(["a", "b"], head="a").model, inputs)
-    assert distance(run(tuned.combine("a + b", name="c", head="a").model, inputs), expected) < 1e-10
+    expected = run(tuned.use(["a", "b"], head_of="a").model, inputs)
+    assert distance(run(tuned.combine("a + b", name="c", head_of="a").model, inputs), expected) < 1e-10
     assert tuned.delta("c").pooling == "mean"
     if text != "bitfit":
         with pytest.raises(deltune.DeltuneError, match=r"needs the same pooling: .*'mean' of a, 'model' of b"):
-            tuned.combine("average(a, b)", name="d", head="a")
+            tuned.combine("average(a, b)", name="d", head_of="a")

@@ -50,6 +50,35 @@ def test_every_row_has_the_parameters_of_its_task() -> None:
     assert all(torch.equal(one, two) for one, two in zip(cached, whole, strict=True))
 
 
+@pytest.mark.parametrize("ups", [1, 3])
+def test_mtl_lora_is_the_papers_formula(ups: int) -> None:
+    """h_t = W x_t + Σ_i exp(w_t^i / τ) B^i / Σ_j exp(w_t^j / τ) Λ_t A x_t (Yang et al. 2024, equation 5)."""
+    model = build(FAMILIES["llama"], "causal")
+    tuned = stir(deltune.attach(model, f"mtl_lora(rank=3, tasks=3, ups={ups}, temperature=0.5, scale=2)"), size=0.5)
+    tensors = {edit.place.target.path: edit.full_tensors() for edit in tuned.delta().all_edits()}
+    with torch.no_grad(), tuned.condition(task_ids=TASKS):
+        routed = model(IDS).logits
+    tuned.use(None)
+
+    def hook(path: str) -> Any:
+        a, transform, b, w = (tensors[path][name] for name in ("down", "transform", "up", "logits"))
+
+        def change(module: Any, inputs: Any, h: torch.Tensor) -> torch.Tensor:
+            rows = []
+            for x, task in zip(inputs[0], TASKS, strict=True):
+                shares = (w[task] / 0.5).exp()
+                mixed = sum(share / shares.sum() * one for share, one in zip(shares, b, strict=True))
+                rows.append(torch.stack([mixed @ (transform[task] @ (a @ token)) for token in x]))
+            return h + 2 * torch.stack(rows)
+
+        return change
+
+    hooks = [model.get_submodule(path).register_forward_hook(hook(path)) for path in tensors]
+    with torch.no_grad():
+        assert torch.allclose(model(IDS).logits, routed, rtol=1e-12, atol=1e-12)
+    assert len(hooks) == 4
+
+
 def test_a_checkpointed_layer_knows_the_tasks_of_its_forward_pass() -> None:
     model, tuned = tuned_llama()
     gradients = []

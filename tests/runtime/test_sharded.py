@@ -86,7 +86,7 @@ def answers(family: str, tuned: deltune.Tuned, folder: Path) -> Iterator[tuple[s
             loss(forward(model, inputs)).backward()
         else:
             deltune.causal_loss(model, {**inputs, "labels": inputs["input_ids"]}).backward()
-            assert not language_head(model).plain
+            assert not language_head(model).reasons
         optimizer.step(), optimizer.zero_grad()
     yield "trained", output()
     tuned.save(folder / "b")
@@ -95,7 +95,7 @@ def answers(family: str, tuned: deltune.Tuned, folder: Path) -> Iterator[tuple[s
     yield "loaded", run(loaded, inputs)["logits"]
     for name, work in (
         ("export", lambda: deltune.export(model, folder / "exported", name="b")),
-        ("merge", lambda: tuned.merge(["b", "a"], head="b")),
+        ("merge", lambda: tuned.merge(["b", "a"], head_of="b")),
     ):
         try:
             work()

@@ -153,8 +153,8 @@ STATE = ("state1", "state2", "absmax1", "absmax2")
     [
         ({"optimizer": "adam"}, "adamw_8bit"),
         ({"activation_checkpointing": "cpu"}, "half"),
-        ({"rows": 0}, "at least 1"),
-        ({"batch": 3}, "rows"),
+        ({"batch_size": 0}, "at least 1"),
+        ({"rows": 3}, "batch_size"),
     ],
 )
 def test_what_does_not_exist_is_named(options: dict[str, Any], message: str) -> None:

@@ -151,17 +151,17 @@ def test_whose_head_answers(tmp_path: Path) -> None:
     tuned = attach_both("bert", "lora(rank=2)", "lora(rank=3)", "sequence")
     model, inputs = tuned.model, batch(tuned.model)
     for call in (lambda: tuned.use(["a", "b"]), lambda: tuned.merge(["a", "b"])):
-        with pytest.raises(deltune.DeltuneError, match=r"'a' and 'b' each have a head, .* as in head='a'"):
+        with pytest.raises(deltune.DeltuneError, match=r"'a' and 'b' each have a head, .* name it, head_of='a'"):
             call()
     assert tuned.active == "b"
-    with pytest.raises(deltune.DeltuneError, match="head='c'"):
-        tuned.use(["a", "b"], head="c")
-    answers = {name: run(tuned.use(["a", "b"], head=name).model, inputs)["logits"] for name in "ab"}
+    with pytest.raises(deltune.DeltuneError, match="head_of='c'"):
+        tuned.use(["a", "b"], head_of="c")
+    answers = {name: run(tuned.use(["a", "b"], head_of=name).model, inputs)["logits"] for name in "ab"}
     assert not torch.equal(answers["a"], answers["b"])
-    with tuned.rows([["a", "b"], "a"], head="a"):
+    with tuned.rows([["a", "b"], "a"], head_of="a"):
         mixed = run(model, inputs)["logits"]
     assert torch.allclose(mixed[0], answers["a"][0], rtol=1e-11)
-    tuned.use(["a", "b"], head="a", train="b")
+    tuned.use(["a", "b"], head_of="a", train="b")
     heads = [tuned.attached.state.delta_value(tuned.delta("a"), n) for n in tuned.delta("a").head]
     assert heads and not any(p.requires_grad for p in heads)
     assert torch.allclose(run(tuned.merge(["b", "a"]), inputs)["logits"], answers["a"], rtol=1e-11)

@@ -97,7 +97,7 @@ def test_prompts_with_the_same_beginning(cached: int) -> None:
                 sampling=Sampling(max_tokens=4, temperature=0.0))
         for name in of.names for n in range(3)
     ]  # fmt: skip
-    with deltune.serve.Server(of.model(), deltas=of.folder, prompt_cache_bytes=cached) as server:
+    with deltune.serve.Server(of.model(), deltas=of.folder, prompt_cache=cached) as server:
         first = [server.submit(request).result(60) for request in requests]
         again = [server.submit(request) for request in requests]
         second = [future.result(60) for future in again]

@@ -103,7 +103,7 @@ def test_every_setting_of_the_engine_reaches_it(decoder: tuple[Path, Path], monk
     got: dict[str, Any] = {}
     monkeypatch.setattr("deltune.serve.engine.server.Server", lambda *_, **options: got.update(options))
     load_server(ServeConfig.from_values(values))
-    renamed = {"prompt_cache_bytes": "prompt_cache"}
+    renamed = {"prompt_cache": "prompt_cache"}
     assert str(got.pop("deltas")) == values["deltas"]
     assert {renamed.get(name, name): value for name, value in got.items()} == {
         name: value for name, value in values.items() if name not in ("model", "deltas")

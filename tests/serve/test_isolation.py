@@ -233,7 +233,7 @@ def test_long_prompts_leave_room_for_others() -> None:
     of = deltas("gpt2", "causal")
     one, short = Sampling(max_tokens=1, temperature=0.0), Sampling(max_tokens=3, temperature=0.0)
     ended: list[str] = []
-    with Server(of.model(), deltas=of.folder, max_prefill_tokens=2, max_batch_size=4, prompt_cache_bytes=0) as server:
+    with Server(of.model(), deltas=of.folder, max_prefill_tokens=2, max_batch_size=4, prompt_cache=0) as server:
         with holding(server) as opened:
             long = [server.submit(ask("generate", 50, seed, None, tenant="a", sampling=one)) for seed in range(8)]
             brief = [

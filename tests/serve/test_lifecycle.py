@@ -23,7 +23,7 @@ from tables.families import FAMILIES
 from tables.specimens import build, stir
 
 from .served import wait_until
-from .specimens import answers_of, ask, check, check_one, deltas
+from .specimens import answers_of, ask, check, check_one, deltas, greedy
 
 BERT, GPT = ("bert", "sequence"), ("gpt2", "causal")
 
@@ -299,17 +299,40 @@ def test_a_delta_for_a_head_that_the_model_cannot_have_is_refused_when_it_is_fir
     assert str(caught.value) == expected and "causal-lm" in expected
 
 
-@pytest.mark.parametrize(
-    ("method", "says"),
-    [("loreft(rank=2, positions='last 2')", "a server that generates"), ("poly(rank=2, tasks=2)", "has 2 tasks")],
-)
-def test_what_a_request_does_not_say_is_needed_by_no_delta(method: str, says: str, tmp_path: Path) -> None:
-    tuned = deltune.attach(deltas(*GPT).model(), method)
+def test_what_a_request_does_not_say_is_needed_by_no_delta(tmp_path: Path) -> None:
+    tuned = deltune.attach(deltas(*GPT).model(), "loreft(rank=2, positions='last 2')")
     tuned.save(tmp_path / "d2")
+    says = "a server that generates"
     with Server(deltas(*GPT).model(), deltas=tmp_path) as server, pytest.raises(DeltuneError, match=says):
         server.load("d2")
     with pytest.raises(DeltuneError, match=says):
         Server(tuned.model)
+
+
+@pytest.mark.parametrize("method", ["poly(rank=2, tasks=2)", "mtl_lora(rank=2, tasks=2) + prefix(length=2)"])
+def test_answers_are_of_the_task_that_a_request_names(method: str, tmp_path: Path) -> None:
+    """Together, and with the beginning of a prompt in the cache, whose keys are of one task."""
+    of = deltas(*GPT)
+    tuned = stir(deltune.attach(of.model(), method), size=0.5)
+    for name, parameter in tuned.named_trainable_parameters():
+        if name.endswith("logits"):
+            parameter.data.copy_(torch.tensor([[9.0, -9, -9, -9], [-9, -9, -9, 9]])[:, : parameter.shape[1]])
+    tuned.save(tmp_path / "many")
+    prompt = torch.randint(5, 99, (1, 40), generator=torch.Generator().manual_seed(1))
+    expected = {}
+    for number in (0, 1):
+        with tuned.condition(task_ids=[number]), torch.no_grad():
+            expected[str(number)] = greedy(tuned.model, prompt, 6)
+    assert expected["0"] != expected["1"]
+    with Server(of.model(), deltas=tmp_path) as server:
+        for tasks in (("0",), ("1", "0", "1"), ("0", "1")):
+            sampling = Sampling(max_tokens=6, temperature=0.0)
+            requests = [
+                Request("generate", tokens=tuple(prompt[0].tolist()), delta="many", row_task=t, sampling=sampling)
+                for t in tasks
+            ]
+            answers = answers_of(server, requests)
+            assert [[one.token for one in answer.tokens] for answer in answers] == [expected[task] for task in tasks]
 
 
 def test_deltas_with_rows_of_tokens_and_for_other_heads_are_not_refused_when_they_are_first_seen(
@@ -521,7 +544,7 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
 
 
 def test_bytes_may_be_a_float_without_a_fraction() -> None:
-    with Server(deltas(*BERT).model(), max_loaded_bytes=2e9, prompt_cache_bytes=1e6) as server:  # type: ignore[arg-type]
+    with Server(deltas(*BERT).model(), max_loaded_bytes=2e9, prompt_cache=1e6) as server:  # type: ignore[arg-type]
         assert repr(server._lifecycle.max_loaded_bytes) == "2000000000"
     for value in (2.5, float("inf")):
         with pytest.raises(DeltuneError, match=r"max_loaded_bytes: give a whole number above 0, or None, not "):
@@ -530,19 +553,19 @@ def test_bytes_may_be_a_float_without_a_fraction() -> None:
 
 def test_all_wrong_numbers_of_a_server_are_listed() -> None:
     with pytest.raises(DeltuneError) as caught:
-        Server(deltas(*BERT).model(), max_wait="soon", prompt_cache_bytes=-1, max_loaded=0, watch=0)  # type: ignore[arg-type]
+        Server(deltas(*BERT).model(), max_wait="soon", prompt_cache=-1, max_loaded=0, watch=0)  # type: ignore[arg-type]
     lines = str(caught.value).splitlines()
     assert lines[0] == "a server cannot be made: 4 problems" and sorted(lines[1:]) == [
         "  - max_loaded: give a whole number above 0, or None, not 0",
         "  - max_wait: give a number of seconds, at least 0, not 'soon'",
-        "  - prompt_cache_bytes: give a whole number, at least 0, not -1",
+        "  - prompt_cache: give a whole number, at least 0, not -1",
         "  - watch: give a number of seconds above 0, or None, not 0",
     ]
 
 
 def test_requests_that_are_refused(folder: Any) -> None:
     of = deltas(*GPT)
-    with Server(of.model(), deltas=of.folder, max_length=50) as server:
+    with Server(of.model(), deltas=of.folder, max_request_tokens=50) as server:
         for request, message in (
             (Request("generate"), "none of them"),
             (Request("generate", text="a", tokens=(1,)), "text and tokens"),

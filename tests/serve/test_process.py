@@ -197,7 +197,7 @@ def run(*arguments: object) -> None:
 def test_every_field_is_an_option_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     """Each of them, given on the command line, arrives in the config; so does each in a file, in sections or flat."""
     samples: dict[str, Any] = {
-        "head": "base", "dtype": "float32", "log": "errors", "cors_origins": ["https://a.example"], "port": 1234,
+        "kind": "base", "dtype": "float32", "log": "errors", "cors_origins": ["https://a.example"], "port": 1234,
         "max_replicas": 70, "replicas": 7, "keys": "keys.json", "ssl_certfile": "c.pem", "ssl_keyfile": "k.pem",
     }  # fmt: skip
     command = typer.main.get_command(serve_app())

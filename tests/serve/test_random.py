@@ -114,7 +114,7 @@ def test_no_answer_depends_on_others(
             max_batch_size=rows,
             max_prefill_tokens=part,
             max_wait=0.0,
-            prompt_cache_bytes=cache,
+            prompt_cache=cache,
         ) as server:
             backbone: Any = server._backbones.first
             run = backbone.run

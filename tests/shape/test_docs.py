@@ -148,6 +148,17 @@ def test_messages_in_troubleshooting_exist() -> None:
     assert [message for message in messages if message not in sources] == []
 
 
+def test_what_works_with_other_libraries_is_a_test_or_a_reason() -> None:
+    page = (DOCS / "with" / "libraries.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    named = set(re.findall(r"`(test_\w+(?:\.py)?)`", page))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    known = set(re.findall(r"^def (test_\w+)", "\n".join(path.read_text(encoding="utf-8") for path in files), re.M))
+    assert len(rows) > 12 and {len(row) for row in rows} == {6} and len(named) > 15
+    assert named - known - {path.name for path in files} == set()
+    assert [row for row in rows if any(len(cell) < 3 for cell in row)] == []
+
+
 def test_figures_show_the_committed_numbers() -> None:
     for name, draw in hook("figures").FIGURES.items():
         committed = (DOCS / "images" / name).read_text(encoding="utf-8")

@@ -57,6 +57,13 @@ def test_again_reads_what_was_chosen_and_another_search_is_refused(chosen: Choic
         call(root, chosen.run, budget=900, space="lora")
 
 
+def test_a_refused_search_leaves_no_folder(root: Path, tmp_path: Path) -> None:
+    for wrong in ({"batch_size": 10_000}, {"budget": 1, "space": ("lora(rank=8)",)}):
+        with pytest.raises(DeltuneError, match=r"choosing needs|no candidate keeps"):
+            call(root, tmp_path / "refused", **wrong)
+        assert not (tmp_path / "refused").exists()
+
+
 def test_an_interrupted_search_goes_on(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It trains nothing twice, and chooses as one that was not interrupted."""
     runs: list[str] = []

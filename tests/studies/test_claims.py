@@ -602,7 +602,7 @@ def thresholds(slope: float, width: float = 1.05) -> list[Outcome]:
     ]
 
 
-def test_thresholds_with_the_width_of_their_bisection() -> None:
+def test_thresholds_with_the_step_of_their_grid() -> None:
     measurement = threshold("low")
     assert decided(Rises("model", measurement=measurement), thresholds(0.5)).verdict == "holds"
     assert decided(Falls("model", measurement=measurement), thresholds(-0.5)).verdict == "holds"

@@ -25,7 +25,7 @@ from deltune.studies.jobs.store import (
     results_file,
     write_results,
 )
-from deltune.studies.jobs.verification import compare, sample_jobs
+from deltune.studies.jobs.verification import Verification, compare, repeats, sample_jobs
 from deltune.studies.papers.registry import ALL_STUDIES
 from deltune.studies.scales import StudySetup
 from deltune.train.progress import ProgressDisplay
@@ -195,22 +195,44 @@ STORED = {one.name: one for one in RECORDS}
 
 @pytest.mark.parametrize(("accuracy", "environment", "verdict"), [
     (0.5, HERE, "equal"), (0.50001, HERE, "differs"), (0.50001, {**HERE, "threads": 2}, "equal but for rounding"),
-    (0.5001, {**HERE, "threads": 2}, "differs"),
+    (0.5001, {**HERE, "threads": 2}, "begins alike"),
 ])  # fmt: skip
 def test_verdicts(accuracy: float, environment: Any, verdict: str) -> None:
-    """Elsewhere a score may differ by rounding, and not by what another seed makes of it."""
+    """Elsewhere a score may differ by rounding; by more, if the run began as it did."""
     (one,) = compare(LORA[:1], STORED, {LORA[0].name: record(LORA[0], accuracy, environment)})
     assert one.verdict == verdict
     (score,) = [c for c in one.comparisons if c.name == "accuracy"]
     assert score.allowed == pytest.approx(3e-5)
 
 
+def on_another_machine(first_loss: float = 0.3, accuracy: float = 0.7) -> Verification:
+    """The first job, run on another machine: its first loss, which was 0.3, and its accuracy, which was 0.5."""
+    curve = [{"step": 2, "loss": first_loss}, {"step": 9, "loss": 0.1}, {"step": 9, "eval_loss": 0.5}]
+    again = record(LORA[0], accuracy, {**HERE, "processor": "q"}, curve=curve)
+    stored = record(LORA[0], 0.5, curve=[{**curve[0], "loss": 0.3}, *curve[1:]])
+    (one,) = compare(LORA[:1], {LORA[0].name: stored}, {LORA[0].name: again})
+    return one
+
+
+def test_training_that_makes_rounding_larger_begins_alike() -> None:
+    """Its first loss is what it was, and half of a sample may end elsewhere; what begins elsewhere differs."""
+    alike, rounding, other = (
+        on_another_machine(0.30001),
+        on_another_machine(accuracy=0.50001),
+        on_another_machine(0.3001, accuracy=0.50001),
+    )
+    assert [one.verdict for one in (alike, rounding, other)] == ["begins alike", "equal but for rounding", "differs"]
+    assert repeats([alike, rounding]) and repeats([rounding, rounding])
+    assert not repeats([alike, alike, rounding]), "training itself is another one"
+    assert not repeats([rounding, rounding, other])
+
+
 def test_an_altered_seed_differs_on_any_machine() -> None:
     """Of committed results each seed is compared with the next of its cell, as if two machines had run them."""
     cells: dict[str, list[JobRecord]] = {}
-    for row in read_results(RESULTS, ["uv/composition"]):
+    for row in read_results(RESULTS):
         if row.kind == "run" and row.result is not None:
-            cells.setdefault(str({**row.spec, "seed": 0}), []).append(row)
+            cells.setdefault(json.dumps({**row.spec, "seed": 0}, sort_keys=True), []).append(row)
     pairs = [pair for rows in cells.values() for pair in pairwise(rows)]
     verdicts = []
     for one, other in pairs:
@@ -218,7 +240,7 @@ def test_an_altered_seed_differs_on_any_machine() -> None:
         result = {**other.result, "environment": HERE}
         repeated = {one.name: replace(other, name=one.name, result=result)}
         verdicts += compare([Job(one.kind, one.spec)], {one.name: one}, repeated)
-    assert len(verdicts) > 50 and all(one.verdict == "differs" for one in verdicts)
+    assert len(verdicts) > 1500 and all(one.verdict == "differs" for one in verdicts)
 
 
 def test_other_data_and_failures_differ() -> None:
@@ -255,8 +277,11 @@ def test_committed_results_are_those_of_studies_as_they_are() -> None:
 
 @pytest.mark.slow
 def test_committed_results_can_be_repeated() -> None:
-    """A sample of them is run again, where their models and data are at hand (else every line is checked above)."""
-    setup = StudySetup("small", str(SHARED / "data"))
+    """A sample of them is run again, where their models and data are at hand (else every line is checked above).
+
+    On any processor: by the first losses, and by the scores of half of the jobs.
+    """
+    setup = StudySetup("small", str(SHARED / "data"), runs=False)
     rows = {row.name: row for row in read_results(RESULTS)}
     if rows and not (SHARED / "data").is_dir():
         pytest.skip(f"no small models and data: there is no folder {SHARED / 'data'}")
@@ -267,5 +292,4 @@ def test_committed_results_can_be_repeated() -> None:
         scheduler = Scheduler(lambda _: jobs, stored, LocalPool(1, stored.runs))
         with ProgressDisplay(False) as bar:
             scheduler.run(bar)
-    wrong = [one for one in compare(jobs, rows, scheduler.records) if one.verdict == "differs"]
-    assert not wrong
+    assert repeats(compare(jobs, rows, scheduler.records))

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import tiny
 from deltune.errors import DeltuneError
 from deltune.studies.claims.decisions import decidable_effects
+from deltune.studies.claims.selectors import EDGE
 from deltune.studies.jobs.job import Job, Outcome, run_job
 from deltune.studies.jobs.pool import Scheduler
 from deltune.studies.jobs.store import ErrorKind, JobRecord, ResultStore, read_results
@@ -23,12 +24,10 @@ from deltune.studies.papers.apet import PAPER_FAMILIES, SMALL_FAMILIES
 from deltune.studies.papers.questions import QUESTIONS
 from deltune.studies.papers.registry import CLAIMS, STUDIES, paper_statements
 from deltune.studies.papers.thresholds import (
-    ThresholdSearch,
-    bisect_sizes,
-    is_above_chance,
-    plan_searches,
+    ThresholdGrid,
+    find_thresholds,
+    plan_thresholds,
     powers_of_two,
-    reaches_full_tuning,
     threshold_outcomes,
 )
 from deltune.studies.report.figure_spec import TableSpec
@@ -253,109 +252,103 @@ def test_sizes_of_the_groups() -> None:
 # -- thresholds
 
 
-@pytest.mark.parametrize("count", range(1, 18))
-def test_bisection_finds_every_place(count: int) -> None:
-    sizes = powers_of_two(4 * 2 ** (count - 1))
-    assert len(sizes) == count
-    for place in range(count + 1):
-        tried, bracket = bisect_sizes(sizes, lambda n, place=place: sizes.index(n) >= place)  # type: ignore[misc]
-        assert len(tried) == len(set(tried)) <= math.ceil(math.log2(count + 1)) and tried[0] == sizes[(count - 1) // 2]
-        if place == count:
-            assert bracket == (sizes[-1], None)
-        else:
-            assert bracket == (sizes[place - 1] if place else 0, sizes[place])
+def pooled(values: list[float]) -> list[float]:
+    """The isotonic fit by its max-min formula (Robertson, Wright and Dykstra 1988, theorem 1.4.4)."""
+    means = {(i, j): sum(values[i : j + 1]) / (j + 1 - i) for i in range(len(values)) for j in range(i, len(values))}
+    ends = range(len(values))
+    return [max(min(means[i, j] for j in ends[at:]) for i in ends[: at + 1]) for at in ends]
 
 
-def climb(seed: int = 0, most: int = 2**14) -> ThresholdSearch:
-    def job(n: int) -> Job:
+@pytest.mark.parametrize("seed", range(20))
+def test_a_threshold_is_where_the_monotone_fit_reaches_its_level(seed: int) -> None:
+    """Of each seed's curve, and of the mean curve with all resamples of three seeds counted one by one."""
+    chance, sizes = random.Random(seed), powers_of_two(4096)
+    curves = [[at / 10 + chance.uniform(-0.3, 0.3) for at in range(len(sizes))] for _ in range(3)]
+
+    def threshold(values: list[float]) -> float:
+        return next((n for n, value in zip(sizes, pooled(values), strict=True) if value >= 0.4), math.inf)
+
+    brackets, (low, high) = find_thresholds(sizes, tuple(map(tuple, curves)), 0.4)
+    assert [end or math.inf for _, end in brackets] == [threshold(curve) for curve in curves]
+    assert all(begin == (0 if end == 64 else (end or 2 * sizes[-1]) // 2) for begin, end in brackets)
+    resampled = sorted(
+        threshold([(a[i] + b[i] + c[i]) / 3 for i in range(len(sizes))])
+        for a in curves for b in curves for c in curves
+    )  # fmt: skip
+    assert (low, high or math.inf) == (min(sizes[-1], resampled[0]), resampled[-1]), "2.5 % of 27 is less than one"
+
+
+def test_one_bad_run_in_the_middle_moves_no_threshold_far() -> None:
+    """Bisection went where that run was: 32,768 at .72 and 65,536 at .53 gave no threshold at all."""
+    sizes = powers_of_two(2**12)
+    rising = [0.0, 0.0, 0.1, 0.6, 0.7, 0.1, 0.7]
+    ((begin, end),), _ = find_thresholds(sizes, (tuple(rising),), 0.4)
+    assert (begin, end) == (256, 512)
+
+
+def grid_of(seeds: tuple[int, ...] = (0, 1, 2), most: int = 2**12) -> ThresholdGrid:
+    def job(n: int, seed: int) -> Job:
         return Job("score", {"n": n, "seed": seed})
 
-    return ThresholdSearch({"model": "m", "method": "lora", "seed": seed}, powers_of_two(most), job, job(-1), 0.5)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_thresholds_of_a_noisy_curve(seed: int) -> None:
-    """Above chance from about 100 on, at full tuning's 0.9 from 4,000 on."""
-    chance, one = random.Random(seed), climb(seed)
-    rows: dict[str, JobRecord] = {}
-    made = Study("t", "?", plan_searches([one]), read_outcomes=threshold_outcomes)
-    while left := [job for job in made.jobs(rows) if job.name not in rows]:
-        for job in left:
-            n = job.spec["n"]
-            truth = 0.9 if n < 0 or n >= 4000 else 0.5 if n < 100 else 0.7 + 0.15 * math.log10(n / 100) / 1.6
-            right = [float(i < 1000 * (truth + chance.uniform(-0.004, 0.004))) for i in range(1000)]
-            held = {"scores": {"accuracy": sum(right) / 1000}, "examples": {"accuracy": right},
-                    "count": {"denominator_size": 10**6}}  # fmt: skip
-            rows[job.name] = JobRecord(job.name, "score", dict(job.spec), held, None, 1.0)
-    (thresholds,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
-    assert thresholds.extra == {"low": [64, 128], "high": [2048, 4096]}
-    assert len(rows) <= 1 + 2 * math.ceil(math.log2(len(one.sizes) + 1))
+    return ThresholdGrid({"model": "m", "method": "lora"}, powers_of_two(most), seeds, job, lambda s: job(-1, s), 0.5)
 
 
 DIVERGED = "at every rate the loss is nan"
 """A message that does not have the words of the usual one."""
 
 
-def answered(one: ThresholdSearch, value: Callable[[int], float | str]) -> dict[str, JobRecord]:
-    """All runs that a search asks for: an accuracy for each N (full tuning: -1), or the error that it ends with."""
+def answered(value: Callable[[int, int], float | str]) -> list[Outcome]:
+    """The outcomes when every run has ended: an accuracy for N (full tuning: -1) and seed, or an error."""
+    made = Study("t", "?", plan_thresholds([grid_of()]), read_outcomes=threshold_outcomes)
     rows: dict[str, JobRecord] = {}
-    while left := [job for job in Study("t", "?", plan_searches([one])).jobs(rows) if job.name not in rows]:
-        for job in left:
-            score = value(job.spec["n"])
-            held = {"scores": {"accuracy": score}, "examples": {}, "count": {"denominator_size": 9}}
-            failed = isinstance(score, str)
-            kind: ErrorKind | None = None if not failed else "diverged" if score == DIVERGED else "error"
-            rows[job.name] = JobRecord(
-                job.name, "score", dict(job.spec), None if failed else held, str(score) if failed else None, 1.0, kind
-            )
-    return rows
+    for job in made.jobs({}):
+        score = value(job.spec["n"], job.spec["seed"])
+        failed = isinstance(score, str)
+        held = {"scores": {"accuracy": score, "matthews": 0.0 if failed else 2 * score - 1},
+                "examples": {"accuracy": [1.0] * 500}, "count": {"denominator_size": 9}}  # fmt: skip
+        kind: ErrorKind | None = None if not failed else "diverged" if score == DIVERGED else "error"
+        rows[job.name] = JobRecord(
+            job.name, "score", dict(job.spec), None if failed else held, str(score) if failed else None, 1.0, kind
+        )
+    return [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
 
 
-def brackets(one: ThresholdSearch, rows: Mapping[str, JobRecord]) -> Outcome:
-    made = Study("t", "?", plan_searches([one]), read_outcomes=threshold_outcomes)
-    (outcome,) = [outcome for outcome in made.outcomes(rows) if "N" not in outcome.cell]
-    return outcome
-
-
-def test_what_is_never_reached_has_no_bracket() -> None:
-    """Beyond every size."""
-    one = climb()
-    outcome = brackets(one, answered(one, lambda n: 0.9 if n < 0 else 0.6))
-    assert outcome.error is None and outcome.extra == {"low": [0, 4], "high": [2**14, None]}
-
-
-def test_a_run_that_diverged_has_reached_nothing() -> None:
-    """Above 1,000 parameters training diverges: the search goes on below. Its record tells so, not its message."""
-    one, diverged = climb(), DIVERGED
-    outcome = brackets(
-        one, answered(one, lambda n: 0.9 if n < 0 else diverged if n > 1000 else 0.89 if n > 99 else 0.5)
+def test_both_thresholds() -> None:
+    """Above chance from about 100 on, at full tuning's 0.9 from 1,000 on; seeds differ in where."""
+    of_seeds = answered(
+        lambda n, seed: 0.9 if n < 0 or n >= 1000 * (1 + seed) else 0.895 if n >= 1000 else 0.5 if n < 100 else 0.7
     )
-    assert outcome.error is None and outcome.extra == {"low": [64, 128], "high": [64, 128]}
-    outcome = brackets(one, answered(one, lambda n: 0.9 if n < 0 else diverged))
-    assert outcome.error is None and outcome.extra == {"low": [2**14, None], "high": [2**14, None]}
+    mean = {"low of the mean": [128, 128], "high of the mean": [1024, 1024]}
+    assert [outcome.extra for outcome in of_seeds] == 3 * [{"low": [64, 128], "high": [512, 1024], **mean}]
+    assert [outcome.cell["seed"] for outcome in of_seeds] == [0, 1, 2]
+    late = answered(lambda n, seed: 0.9 if n < 0 or n >= 1000 * (1 + seed) else 0.5)
+    assert [outcome.extra["low"][1] for outcome in late] == [1024, 2048, 4096]
+    assert late[0].extra["high of the mean"] == [1024, 4096]
+
+
+def test_a_guess_and_what_is_never_reached() -> None:
+    """A correlation of .05 on 500 rows is what a guess may have; .2 is not."""
+    (one, *_) = answered(lambda n, seed: 0.9 if n < 0 else 0.6)
+    assert one.extra == {"low": [0, 64], "high": [4096, None], "low of the mean": [64, 64],
+                         "high of the mean": [4096, None]}  # fmt: skip
+    (one, *_) = answered(lambda n, seed: 0.9 if n < 0 else 0.525)
+    assert one.extra["low"] == [4096, None]
+
+
+def test_a_run_that_diverged_counts_as_a_guess() -> None:
+    """Its record tells so, not its message."""
+    (one, *_) = answered(lambda n, seed: 0.9 if n < 0 or n > 2000 else DIVERGED if n > 1000 else 0.8)
+    assert one.error is None and (one.extra["low"], one.extra["high"]) == ([0, 64], [1024, 2048])
+    (one, *_) = answered(lambda n, seed: 0.9 if n < 0 else DIVERGED)
+    assert one.error is None and one.extra["low"] == one.extra["high"] == [4096, None]
 
 
 @pytest.mark.parametrize("where", [256, -1])
 def test_a_failed_run_is_told(where: int) -> None:
-    """Of the search, or full tuning."""
-    one = climb()
-    for message in ("it broke", "read after training diverged: no such file"):
-        rows = answered(one, lambda n, message=message: message if n == where else 0.9)
-        assert brackets(one, rows).error == message
-
-
-@pytest.mark.parametrize(("examples", "truth"), [
-    ([1.0] * 60 + [0.0] * 40, True), ([1.0] * 55 + [0.0] * 45, False), ([0.6, 0.7, 0.65] * 9, True),
-    ([0.4, 0.7, 0.5] * 9, False), ([0.9], False),
-])  # fmt: skip
-def test_above_chance(examples: list[float], truth: bool) -> None:
-    scores: Mapping[str, float] = {"accuracy": sum(examples) / len(examples)}
-    assert is_above_chance({"scores": scores, "examples": {"accuracy": examples}}, "accuracy", 0.5) is truth
-
-
-def test_within_a_point() -> None:
-    held = [{"scores": {"accuracy": value}} for value in (0.9, 0.89, 0.889)]
-    assert [reaches_full_tuning(one, held[0], "accuracy") for one in held] == [True, True, False]
+    """Of the grid, or full tuning, which measures nothing if it diverges."""
+    for message in ("it broke", "read after training diverged: no such file", *([DIVERGED] if where < 0 else [])):
+        of_seeds = answered(lambda n, seed, message=message: message if n == where else 0.9)  # type: ignore[misc]
+        assert {outcome.error for outcome in of_seeds} == {message}
 
 
 # -- for real
@@ -372,16 +365,16 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
             epochs=1, batch_size=8, max_length=16, lr=1e-2,
         )  # fmt: skip
 
-    def made(seed: int) -> ThresholdSearch:
-        return ThresholdSearch({"model": "a", "task": "words", "method": "lora", "seed": seed}, powers_of_two(64),
-                     lambda n: run_job(spec(f"apet(lora(rank=4), parameters={n})", seed)),
-                     run_job(spec("full", seed)), 1 / 3)  # fmt: skip
-
-    climbing = Study("tiny/thresholds", "?", plan_searches([made(0), made(1)]), read_outcomes=threshold_outcomes)
+    grid = ThresholdGrid(
+        {"model": "a", "task": "words", "method": "lora"}, powers_of_two(64, 16), (0, 1),
+        lambda n, seed: run_job(spec(f"apet(lora(rank=4), parameters={n})", seed)),
+        lambda seed: run_job(spec("full", seed)), 1 / 3,
+    )  # fmt: skip
+    climbing = Study("tiny/thresholds", "?", plan_thresholds([grid]), read_outcomes=threshold_outcomes)
     with ResultStore(tmp_path / "r.jsonl") as file, ProgressDisplay(False) as bar:
         drive = Scheduler(climbing.jobs, file, Here(file.runs))
         drive.run(bar)
-        assert not drive.failed and drive.done <= 2 * (2 + 2 * 3)
+        assert not drive.failed and drive.done == 2 * (1 + 3)
         outcomes = climbing.outcomes(drive._records)
     assert not [outcome.error for outcome in outcomes if outcome.error]
     assert {outcome.cell["N"] for outcome in outcomes if outcome.cell["method"] == "full"} == {outcomes[0].cell["N"]}
@@ -473,7 +466,7 @@ def test_the_list_of_studies_has_the_questions_of_the_studies(place: StudySetup)
     ],
 )
 def test_rates_are_widened_until_the_best_is_inside(quality: dict[int, float], tried: range) -> None:
-    assert widened(range(2, 5), 7, quality) == tried
+    assert widened(range(2, 5), 7, quality.get) == tried
 
 
 def test_a_grid_has_a_cell_for_each_rate_and_seed() -> None:
@@ -538,3 +531,50 @@ def test_rates_are_chosen_on_validation_under_two_seeds() -> None:
     for tries in (first(0.7, None, 0.8), first(0.7, 0.8, 0.6) | {(1, 1e-2): 0.7, (1, 3e-3): None}):
         chosen, cells, _ = planned(tries, error_kind="exception")
         assert not chosen and all(cell.lost and "failed: no" in cell.why for cell in cells)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_search_goes_on_while_the_best_rate_is_at_an_edge(waits: bool) -> None:
+    """Under the first seed, or in the mean; what was stored before keeps its best rate, and says that it is at an edge.
+
+    Rates 2, 3 and 1 are tried first. The best is at 4, or at 3 with a second seed that prefers it.
+    """
+    run: list[tuple[float, int]] = []
+
+    def search(value: Callable[[float, int], float], stored: tuple[float, ...] = ()) -> PlannedCell:
+        """The first seed's cell when all has ended, or when the `stored` rates have under each seed."""
+        cells = {
+            rate: [PlannedCell({"seed": s}, Job("run", {"lr": float(rate), "seed": s})) for s in (0, 1, 2)]
+            for rate in range(6)
+        }
+        study = Study(
+            "s", "?", choose_rates([lambda _, one=one: one for one in cells.values()], (2, 3, 1), waits=waits)
+        )
+        rows: dict[str, JobRecord] = {}
+        run.clear()
+        left = [one.job for rate in stored for one in cells[int(rate)]] or study.jobs({})
+        while left:
+            for job in left:
+                assert job is not None
+                rate, seed = job.spec["lr"], job.spec["seed"]
+                best = {"best": {"metric": "f1", "value": value(rate, seed)}}
+                rows[job.name] = JobRecord(job.name, "run", dict(job.spec), best, None, 1.0)
+                run.append((rate, seed))
+            left = [] if stored else [job for job in study.jobs(rows) if job.name not in rows]
+        return study.plan_cells(rows)[0]
+
+    def rate_of(planned: PlannedCell) -> float | None:
+        return None if planned.job is None else planned.job.spec["lr"]
+
+    inside = search(lambda rate, seed: -abs(rate - 2))
+    assert rate_of(inside) == 2 and inside.extra == {EDGE: False} and {rate for rate, _ in run} == {1, 2, 3}
+    further = search(lambda rate, seed: -abs(rate - 4))
+    assert rate_of(further) == 4 and further.extra == {EDGE: False} and max(run)[0] == 5
+    by_the_mean = search(lambda rate, seed: -abs(rate - (2 if seed == 0 else 3.4)) * (1 + seed))
+    assert rate_of(by_the_mean) == 3 and by_the_mean.extra == {EDGE: False} and max(run)[0] == 4
+    at_the_end = search(lambda rate, seed: rate)
+    assert rate_of(at_the_end) == 5 and at_the_end.extra == {EDGE: True}, "the ladder ends here"
+    stored = search(lambda rate, seed: -abs(rate - 4), (1, 2, 3))
+    assert rate_of(stored) == (None if waits else 3) and stored.extra == ({} if waits else {EDGE: True})
+    assert 4.0 in {one.job.spec["lr"] for one in stored.tries if one.job is not None}, "it is still to be tried"
+    assert rate_of(search(lambda rate, seed: -abs(rate - 4), (1, 2))) is None, "one of the first rates has not ended"

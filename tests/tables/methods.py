@@ -56,12 +56,13 @@ class Row:
     """A method.
 
     identity: it leaves the outputs as they are until it is trained; None: to rounding. merges: it folds into the
-    weights, where the family has what `merging` says.
+    weights, where the family has what `merging` says. trains: it has parameters.
     """
 
     text: str
     identity: bool | None = True
     merges: bool = False
+    trains: bool = True
     needs: tuple[Need, ...] = ()
     merging: tuple[Need, ...] = ()
 
@@ -150,6 +151,7 @@ ROWS = (
     Row("svft(band=2)", merges=True),
     Row("lora_fa(rank=2)", merges=True),
     Row("poly(rank=2, skills=3, splits=2)"),
+    Row("mtl_lora(rank=2, ups=2, scale=2)"),
     Row("mica(rank=2)", merges=True),
     Row("pissa(rank=2, scale=2)", merges=True),
     Row("olora(rank=2)", merges=True),
@@ -173,6 +175,7 @@ ROWS = (
         "Modification('query', Mix(2, 3)) + Modification('value', Mix(2, 3, softmax=True))", identity=False, merges=True
     ),
     Row("Modification('query', AttentionMix(2, 3, 4))", identity=False),
+    Row("Modification('query', Arrow(3, 2, top_k=2))", identity=False, trains=False),
     Row("lora(rank=2) + dora(rank=2) + hira(rank=2) + oft(block_size=4)", merges=True),
     Row("mam(length=3, rank=4)", identity=False, needs=(INTERFACE,)),
     Row("prefix(length=3) + layernorm", identity=False, needs=(INTERFACE,)),

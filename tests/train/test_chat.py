@@ -24,6 +24,7 @@ from deltune.train.chat import Chat
 from deltune.train.config import RunConfig
 from deltune.train.inference import export_run, generate, load_run, merge_run
 from deltune.train.overview import overview
+from deltune.train.report.advice import advice, read_finished
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
 from deltune.train.tasks.chat import untrained_tokens
@@ -119,6 +120,34 @@ def test_tokens_that_the_base_never_trained_are_named(base: Path) -> None:
         tuned = deltune.attach(model, method)
         assert untrained_tokens(tuned, tokenizer, rows) == expected
         tuned.detach()
+
+
+def test_they_are_named_again_at_the_end_and_when_a_run_goes_on(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base / "model")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[TURN] = 0
+    model.save_pretrained(tmp_path / "model")
+    byte_tokenizer(eos_token="<|end|>").save_pretrained(tmp_path / "model")
+    for split in ("train", "validation"):
+        tiny.lines(tmp_path / "data" / f"{split}.jsonl", ROWS)
+    spec = config(
+        base, model=str(tmp_path / "model"), data=str(tmp_path / "data"), template=str(base / "turns.jinja"),
+        validate_every=1,
+    )  # fmt: skip
+
+    def stop(step: int, quality: float) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(spec, tmp_path / "run", progress=False, stop_if=stop)
+    caplog.clear()
+    train(spec, tmp_path / "run", progress=False)
+    warning = "<|im_end|>: the base never trained the embeddings of these tokens"
+    assert warning in caplog.text and any(
+        warning in note for note in advice(read_finished(RunFolder(tmp_path / "run")))
+    )
 
 
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)

@@ -37,12 +37,12 @@ SAID = (  # of a protocol, a task and a method: what the paper's text and tables
     ("ln_nlu", "sick", "prefix(length=16) + layernorm", {"search": {"lr": (1e-3, 2e-4)}}),
     ("ln_nlu", "sick", "apet(layernorm, parameters=100)", {"search": {"lr": (1e-2, 1e-3, 2e-4)}}),
     ("ln_nlu_large", "commonsense_qa", "mam", {"batch_size": 24}),
-    ("ln_nlg", "dart", "lora(rank=8)", {"epochs": 20, "lr": 2e-4, "max_generated": 45, "batch_size": 84}),
-    ("ln_nlg", "samsum", "full", {"max_generated": 35, "batch_size": 32}),
+    ("ln_nlg", "dart", "lora(rank=8)", {"epochs": 20, "lr": 2e-4, "max_tokens": 45, "batch_size": 84}),
+    ("ln_nlg", "samsum", "full", {"max_tokens": 35, "batch_size": 32}),
     ("uv_xsum", "xsum", "lora(rank=8)", {
         "steps": 100_000, "batch_size": 64, "lr": 5e-5, "label_smoothing": 0.1, "clip": 0.1, "weight_decay": 0.01,
         "adam_betas": (0.9, 0.98), "adam_epsilon": 1e-6, "schedule": "polynomial", "max_length": 512,
-        "target_length": 128, "beams": 6, "min_target_length": 10, "max_generated": 60, "no_repeat_ngram": 3,
+        "target_length": 128, "beams": 6, "min_tokens": 10, "max_tokens": 60, "no_repeat_ngram": 3,
         "validation_rows": 1600, "metric": "rouge2", "template": "{source}"}),
     ("uv_xsum", "xsum", "full", {  # Lewis et al. 2020, by fairseq's recipe of BART
         "steps": 15_000, "lr": 3e-5, "warmup": 500, "batch_tokens": 32_768, "clip": 0.1, "weight_decay": 0.01,
@@ -56,14 +56,14 @@ SAID = (  # of a protocol, a task and a method: what the paper's text and tables
     ("ap", "sst2", "full", {"lr": 5e-5}),
     ("uv_enro", "wmt16_en_ro", "mam", {
         "steps": 50_000, "batch_tokens": 16_384, "lr": 5e-5, "clip": 1.0, "warmup": 0.0, "max_length": 150,
-        "target_length": 150, "schedule": "polynomial", "beams": 5, "min_target_length": 1, "max_generated": 200,
+        "target_length": 150, "schedule": "polynomial", "beams": 5, "min_tokens": 1, "max_tokens": 200,
         "metric": "loss", "template": "{source}"}),
     ("uv_glue", "sst2", "mam", {"lr": 1e-4, "epochs": 10, "batch_size": 32, "warmup": 0.06, "weight_decay": 0.1,
                                 "clip": 1.0, "max_length": 512, "seeds": (0, 1, 2, 3, 4), "aggregate": "median"}),
     ("ap", "sst2", "lora(rank=8)", {"lr": 3e-4, "batch_size": 32, "warmup": 0.0, "max_length": 128}),
     ("ap", "rte", "lora(rank=8)", {"lr": 5e-5, "max_length": 256}),
     ("ap", "rte", "prompt(length=100)", {"lr": 5e-5}), ("ap", "qqp", "prompt(length=100)", {"lr": 3e-2}),
-    ("ap", "samsum", "lora(rank=8)", {"max_generated": 128}),
+    ("ap", "samsum", "lora(rank=8)", {"max_tokens": 128}),
 )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_names_tell_runs_apart() -> None:
     both = {"search": {"method": ["lora", "full"]}}
     assert spec(method="lora", **both).name != spec(method="lora", lr=1e-3, **both).name
     lengths = {"search": {"target_length": [64, 32]}}
-    assert spec(max_generated=64, **lengths).name != spec(**lengths).name
+    assert spec(max_tokens=64, **lengths).name != spec(**lengths).name
     assert spec(search={"lr": ["1e-3"]}).name == spec(search={"lr": [1e-3]}).name
     options = {"data": "folder", "task": "classification"}
     assert spec(**options, data_root="a").name == spec(**options, data_root="b").name

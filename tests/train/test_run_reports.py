@@ -23,6 +23,7 @@ from transformers import BertConfig, BertModel
 
 import deltune
 import tiny
+from browser import MISSING, Browser, executable
 from deltune.cli.output import log_to_stderr
 from deltune.cli.threads import free_threads
 from deltune.errors import DeltuneError
@@ -489,3 +490,12 @@ def test_entities_are_marked_in_the_text() -> None:
     }  # fmt: skip
     (example,) = analyse("tagging", [line]).wrong
     assert example.marked == (("Ada", "PER", "found"), ("sings in", "", ""), ("Rome", "LOC", "missed"))
+
+
+@pytest.mark.skipif(executable() is None, reason=MISSING)
+@pytest.mark.parametrize("width", [400, 1280])
+def test_the_first_table_needs_no_scrollbar(whole: RunFolder, tmp_path: Path, width: int) -> None:
+    with Browser(tmp_path) as browser:
+        browser.open(whole.report_file.resolve(), width)
+        wide = "[document.documentElement, document.querySelector('.scroll')].map((e) => e.scrollWidth - e.clientWidth)"
+        assert browser.ask(wide) == [0, 0] and "accuracy" in browser.ask("document.querySelector('table').innerText")

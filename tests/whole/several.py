@@ -13,4 +13,4 @@ from deltune.train.run import train
 if __name__ == "__main__":
     exit_with_launcher()
     for job in json.loads(Path(sys.argv[1]).read_text()):
-        train(RunConfig.from_flat(**job["spec"]), job["output"], progress=False, devices="cpu", sharded=job["sharded"])
+        train(RunConfig.from_flat(**job["spec"]), job["output"], progress=False, device="cpu", sharding=job["sharded"])

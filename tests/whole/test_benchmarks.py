@@ -183,7 +183,9 @@ def test_memory() -> None:
     drawn = measured(memory.drawn(tiny("encoder"), 1, counts=(50, 200)))
     assert drawn[-1].figure == pytest.approx(12.0, abs=0.5)
     heads = measured(memory.language(16, 4_000, ("lora(rank=8)", "full"), tokens=256))
-    assert all(row.figure >= 1 for row in heads) and "PEFT" in heads[0].note
+    assert all(row.figure >= 1 for row in heads if "without a head" in row.name)
+    assert {row.name.partition(": ")[2].partition(";")[0] for row in heads} >= {"ours", "PEFT", "TRL + PEFT"}
+    assert all(row.passed for row in heads if row.name.startswith("flops"))
 
 
 def test_life() -> None:
@@ -240,7 +242,7 @@ def test_adapterhub_where_it_is_not(tmp_path: Path) -> None:
 
 
 def test_whole_where_there_is_no_data() -> None:
-    rows = measured(whole.measure(whole.JOBS[0], None, 1, (0,)))
+    rows = measured([*whole.measure(whole.JOBS[0], None, 1, (0,)), *whole.chats(None, "stories260k-llama", {})])
     assert all("--data-root" in row.note for row in rows)
 
 
@@ -249,6 +251,7 @@ def test_whole_where_there_is_no_data() -> None:
 def test_whole(shared: Path) -> None:
     few = {"train": 32, "validation": 8, "test": 8}
     rows = measured(whole.measure(whole.JOBS[1], shared / "data", 1, (0,), few))
+    rows += measured(whole.chats(shared / "data", "stories260k-llama", few))
     assert all(row.figure is not None for row in rows)
 
 

@@ -15,7 +15,8 @@ from sentence_transformers import (
     SentenceTransformerTrainingArguments,
 )
 from sentence_transformers.losses import MultipleNegativesRankingLoss
-from sentence_transformers.models import Pooling, Transformer
+from sentence_transformers.models import Dense, Pooling, Transformer
+from transformers import TrainerCallback
 
 import deltune
 from deltune import models
@@ -70,28 +71,56 @@ def test_what_is_saved_is_read_as_what_was_trained(make: Any, method: str, tmp_p
     torch.testing.assert_close(encoded(again), after, atol=1e-5, rtol=0)
 
 
-def test_training_with_the_best_checkpoint(tmp_path: Path) -> None:
-    model = sentence_model(tmp_path / "base")
+class Trainer(deltune.DeltaCheckpointMixin, SentenceTransformerTrainer):
+    """Theirs, with checkpoints of deltas."""
+
+
+class Stop(TrainerCallback):
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+def trainer(folder: Path, output: str, *callbacks: TrainerCallback, **options: Any) -> Trainer:
+    """Four passes over two pairs, of a model with a tuned transformer and a dense layer that learns beside it."""
     torch.manual_seed(0)
-    tuned = deltune.attach(model, "lora(rank=4)")
+    model = sentence_model(folder / "base")
+    model.append(Dense(384, 8))
+    deltune.attach(model, "lora(rank=4)")
     rows = Dataset.from_dict({"anchor": TEXTS[::2] * 4, "positive": TEXTS[1::2] * 4})
     arguments = SentenceTransformerTrainingArguments(
-        str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=2, learning_rate=5e-2, report_to="none",
-        disable_tqdm=True, save_steps=2, eval_steps=2, eval_strategy="steps", load_best_model_at_end=True,
-        use_cpu=True, seed=0,
+        str(folder / output), max_steps=6, per_device_train_batch_size=2, learning_rate=5e-2, report_to="none",
+        disable_tqdm=True, save_steps=2, use_cpu=True, seed=0, **options,
     )  # fmt: skip
-    trainer = SentenceTransformerTrainer(
+    return Trainer(
         model=model, args=arguments, train_dataset=rows, eval_dataset=rows, loss=MultipleNegativesRankingLoss(model),
-        callbacks=[deltune.SaveDeltaCallback()],
+        callbacks=[*callbacks],
     )  # fmt: skip
-    trainer.train()
-    best = trainer.state.best_model_checkpoint
-    assert best is not None
-    expected = deltune.load(sentence_model(tmp_path / "base"), best)
-    for (name, one), (_, other) in zip(
-        tuned.named_trainable_parameters(), expected.named_trainable_parameters(), strict=True
-    ):
-        torch.testing.assert_close(one, other, msg=name)
+
+
+def trained(model: SentenceTransformer) -> dict[str, torch.Tensor]:
+    return {name: one.detach() for name, one in model.named_parameters() if one.requires_grad}
+
+
+def test_training_with_the_best_checkpoint(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "out", eval_steps=2, eval_strategy="steps", load_best_model_at_end=True)
+    run.train()
+    best = run.state.best_model_checkpoint
+    assert best is not None and len(trained(run.model)) > 2
+    expected = sentence_model(tmp_path / "base")
+    deltune.load(expected, best)
+    expected.append(Dense.load(f"{best}/2_Dense"))
+    torch.testing.assert_close(encoded(run.model), encoded(expected), atol=1e-6, rtol=0)
+
+
+def test_resuming_gives_what_an_uninterrupted_run_gives(tmp_path: Path) -> None:
+    whole = trainer(tmp_path, "whole")
+    whole.train()
+    trainer(tmp_path, "cut", Stop()).train()
+    assert [path.name for path in (tmp_path / "cut").glob("checkpoint-*")] == ["checkpoint-2"]
+    resumed = trainer(tmp_path, "cut")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
+    torch.testing.assert_close(trained(resumed.model), trained(whole.model), atol=1e-6, rtol=0)
 
 
 def test_setfit_saves_the_tuned_body_beside_its_head(tmp_path: Path) -> None:

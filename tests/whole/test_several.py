@@ -37,8 +37,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def log(run: RunFolder) -> list[dict[str, Any]]:
-    """The log without the memory of a step, which is not measured of shards."""
-    return [line for line in tiny.objects(run.log_file) if "memory" not in line]
+    """The log without the memory of a step, which is not measured of shards, and without speeds."""
+    lines = (line for line in tiny.objects(run.log_file) if "memory" not in line)
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
 
 
 def compare(whole: RunFolder, other: RunFolder) -> None:
@@ -121,14 +122,8 @@ def test_two_processes_learn_an_objective_as_one_does(objective: str, tmp_path: 
     assert two.environment["processes"] == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", SHARDED)
-def test_a_killed_launcher_is_resumed(how: str, root: Path, tmp_path: Path) -> None:
-    """SIGKILL of the launcher in the middle of an epoch; run again, dropout draws go on in each process."""
-    method = "prefix(length=4) + layernorm + lora(rank=2, dropout=0.2)"
-    (tmp_path / "spec.yaml").write_text(tiny.spec(root, method=method, epochs=40, validate_every=4).yaml())
-    line = command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", "--sharding", how)
-    run = RunFolder(tmp_path / "run")
+def kill_after_a_checkpoint(line: list[str], run: RunFolder) -> None:
+    """Train until there is a checkpoint, then SIGKILL the process, or the launcher of several."""
     process = subprocess.Popen(line, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     while checkpoints.latest_checkpoint(run.checkpoint) is None:
         assert process.poll() is None
@@ -143,15 +138,55 @@ def test_a_killed_launcher_is_resumed(how: str, root: Path, tmp_path: Path) -> N
                 stack.enter_context(run.locked())
                 break
             time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SHARDED)
+def test_a_killed_launcher_is_resumed(how: str, root: Path, tmp_path: Path) -> None:
+    """SIGKILL of the launcher in the middle of an epoch; run again, dropout draws go on in each process."""
+    method = "prefix(length=4) + layernorm + lora(rank=2, dropout=0.2)"
+    (tmp_path / "spec.yaml").write_text(tiny.spec(root, method=method, epochs=40, validate_every=4).yaml())
+    line = command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", "2", "--sharding", how)
+    run = RunFolder(tmp_path / "run")
+    kill_after_a_checkpoint(line, run)
     again = done(line)
     assert again.returncode == 0 and "resuming" in again.stderr, again.stderr
-    assert (
-        done(command(tmp_path / "spec.yaml", tmp_path / "whole", "--devices", "2", "--sharding", how)).returncode == 0
-    )
+    assert done(command(tmp_path / "spec.yaml", tmp_path / "whole", "--launch", "2", "--sharding", how)).returncode == 0
     whole = RunFolder(tmp_path / "whole")
     compare(whole, run)
     lines = [[{k: v for k, v in line.items() if "second" not in k} for line in log(one)] for one in (whole, run)]
     assert lines[0] == lines[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        ((2, "fsdp"), (1, "none"), "decoder"),
+        ((2, "fsdp"), (3, "fsdp"), "lora"),
+        ((1, "none"), (2, "fsdp"), "masked"),
+        ((3, "none"), (2, "fsdp"), "bitfit"),
+    ],
+    ids=str,
+)
+def test_another_number_of_processes_goes_on(
+    before: tuple[int, str], after: tuple[int, str], name: str, root: Path, tmp_path: Path
+) -> None:
+    """A step's rows and their order are those of the global step, whoever computes them; without dropout."""
+    fields = {"max_train_rows": 23, "batch_size": 12, "validate_every": 3, **METHODS[name], "epochs": 20}
+    spec = tiny.spec(root, **{**fields, "model": str(root / fields.get("model", "model"))})
+    (tmp_path / "spec.yaml").write_text(spec.yaml())
+    first, second = (
+        command(tmp_path / "spec.yaml", tmp_path / "run", "--launch", str(count), "--sharding", how)
+        for count, how in (before, after)
+    )
+    run = RunFolder(tmp_path / "run")
+    kill_after_a_checkpoint(first, run)
+    again = done(second)
+    assert again.returncode == 0 and "resuming" in again.stderr, again.stderr
+    train(spec, tmp_path / "whole", progress=False)
+    compare(RunFolder(tmp_path / "whole"), run)
+    assert run.environment["processes"] == after[0]
 
 
 @pytest.mark.slow

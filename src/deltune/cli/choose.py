@@ -8,21 +8,33 @@ from typing import Annotated
 import typer
 
 from .options import Imports, split_settings
-from .output import Json, Quiet, console, fast_imports, log_to_stderr
+from .output import (
+    ColumnsOption,
+    DataRootOption,
+    Json,
+    QuantizeOption,
+    Quiet,
+    TaskOption,
+    console,
+    fast_imports,
+    log_to_stderr,
+)
 
 
 def choose(
-    model: Annotated[str, typer.Option(help="Hub id, folder or minilm.")],
-    output: Annotated[Path, typer.Option(help="Folder of the search; run again, it goes on.")],
-    data: Annotated[str | None, typer.Option(help="Folder, file or hub id; or give a known --task.")] = None,
-    task: Annotated[str | None, typer.Option(help="Known task; beside --data its kind of task.")] = None,
-    data_root: Annotated[str | None, typer.Option(help="Folder that holds the folders of known tasks.")] = None,
-    columns: Annotated[str | None, typer.Option(help="Which column is what: text=a,label=b.")] = None,
-    budget: Annotated[str, typer.Option(help="Scalars that a method may train: a number or a share.")] = "0.5%",
+    model: Annotated[str, typer.Option(help="The base model: hub id, folder or minilm.")],
+    output: Annotated[Path, typer.Option(help="Where the result is written [a folder; run again, it goes on].")],
+    data: Annotated[
+        str | None, typer.Option(help="Folder with train, validation and test files, a file, or a hub id.")
+    ] = None,
+    task: TaskOption = None,
+    data_root: DataRootOption = None,
+    columns: ColumnsOption = None,
+    budget: Annotated[str, typer.Option(help="Parameters that are trained, at most: a number, or 0.5%.")] = "0.5%",
     memory: Annotated[str | None, typer.Option(help="Most memory beyond the loaded model: 2GiB [no limit].")] = None,
     minutes: Annotated[float | None, typer.Option(min=0, help="How long it may take [no limit].")] = None,
     mergeable: Annotated[bool, typer.Option("--mergeable", help="Only what folds into the weights.")] = False,
-    quantize: Annotated[str | None, typer.Option(help="As of deltune train: nf4, int8, …")] = None,
+    quantize: QuantizeOption = None,
     space: Annotated[
         str,
         typer.Option(
@@ -32,7 +44,7 @@ def choose(
     ] = "lora",
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help="Any option of deltune train: epochs=5; repeatable."),
+        typer.Option("--set", metavar="FIELD=VALUE", help="Any option of the config; repeatable."),
     ] = None,
     imports: Imports = None,
     quiet: Quiet = False,
@@ -46,6 +58,7 @@ def choose(
     with log_to_stderr(quiet):
         with fast_imports():
             from ..studies import choose as choose_method
+            from . import formatting
 
         chosen = {"task": task, "data_root": data_root, "columns": columns, "quantize": quantize}
         options = {name: value for name, value in chosen.items() if value is not None}
@@ -60,6 +73,6 @@ def choose(
         console.print_json(data=choice.as_json())
         return
     scores = ", ".join(f"{name} {value:.4f}" for name, value in choice.test.items())
-    print(choice.table.drop(columns="left out").to_string(index=False, na_rep="", float_format="{:.4g}".format))
-    print(f"\n{choice.method} at {choice.learning_rate:g}: {f'test {scores}' if scores else 'there is no test split'}")
+    console.print(formatting.choice_table(choice.table.to_dict("records")))
+    print(f"{choice.method} at {choice.learning_rate:g}: {f'test {scores}' if scores else 'there is no test split'}")
     print(f"{choice.advice}.\nTrain it again: {choice.command}\nIts run: {choice.run / 'best'}")

@@ -191,6 +191,25 @@ def comparison_table(comparison: Comparison, fold: bool) -> RenderableType:
     return Group(table, *comparison.notes)
 
 
+def choice_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Return a table with one line a candidate of `deltune choose`, without the reason why one was left out."""
+    columns = [name for name in rows[0] if name not in ("method", "left out")]
+    table = _table("method", *columns, right=len(columns))
+
+    def cell(value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, bool):
+            return "yes" if value else "no"
+        if isinstance(value, int):
+            return f"{value:,}"
+        return f"{value:.4g}" if isinstance(value, float) and value == value else ""  # a missing one is NA or nan
+
+    for row in rows:
+        table.add_row(row["method"], *(cell(row[name]) for name in columns))
+    return table
+
+
 def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one line an input: what is predicted, its score where it has one, the input."""
     if rows and all(_is_tagged(row) for row in rows):

@@ -10,7 +10,12 @@ import typer
 from ..errors import DeltuneError
 from ..methods.other_names import unknown_term
 from .options import Imports
-from .output import BaseModelOption, Json, ModelArgument, console, fast_imports
+from .output import BaseModelOption, Json, ModelArgument, QuantizeOption, console, fast_imports
+
+Denominator = Annotated[
+    str,
+    typer.Option(help="What a share is a share of: model, no_pooler, no_embeddings, layers, untied or a number."),
+]
 
 
 def inspect(
@@ -19,10 +24,7 @@ def inspect(
         typer.Argument(metavar="MODEL", help="Hub id, folder, config.json, minilm; or a run, a delta or one of PEFT."),
     ],
     base: BaseModelOption = None,
-    quantize: Annotated[
-        str | None,
-        typer.Option(help="Show it as `deltune train --quantize` loads it: nf4, int8, … (extra quant)."),
-    ] = None,
+    quantize: QuantizeOption = None,
     as_json: Json = False,
 ) -> None:
     """Show what a model is made of, layer by layer. Its configuration is read and no weights.
@@ -87,19 +89,24 @@ def tasks(as_json: Json = False) -> None:
 def count(
     model: ModelArgument,
     method: Annotated[str, typer.Argument(metavar="METHOD", help='Such as "prefix(length=16) + layernorm".')],
-    denominator: Annotated[
-        str, typer.Option(help="model, no_pooler, no_embeddings, layers, untied or a number.")
-    ] = "model",
-    quantize: Annotated[
-        str | None,
-        typer.Option(help="Count as `deltune train --quantize` loads the model: nf4, int8, … (extra quant)."),
-    ] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="Show where the memory of a step of training goes.")] = False,
-    batch_size: Annotated[int, typer.Option(help="With --memory: rows at a time on a device.")] = 32,
-    max_length: Annotated[int, typer.Option(help="With --memory: tokens of a row.")] = 128,
-    precision: Annotated[str, typer.Option(help="With --memory: fp32, or bf16 by autocast.")] = "fp32",
-    optimizer: Annotated[str, typer.Option(help="With --memory: as of `deltune train`.")] = "adamw",
-    activation_checkpointing: Annotated[str, typer.Option(help="With --memory: off, half or on.")] = "off",
+    denominator: Denominator = "model",
+    quantize: QuantizeOption = None,
+    step_memory: Annotated[
+        bool, typer.Option("--step-memory", help="Show where the memory of a step of training goes.")
+    ] = False,
+    batch_size: Annotated[
+        int, typer.Option(help="Rows of a step, over all devices [one here; of --step-memory].")
+    ] = 32,
+    max_length: Annotated[int, typer.Option(help="Tokens of a row; longer texts are cut [of --step-memory].")] = 128,
+    precision: Annotated[
+        str, typer.Option(help="fp32, or bf16 by autocast, with fp32 weights [of --step-memory].")
+    ] = "fp32",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw, or by bitsandbytes adamw_8bit or paged_adamw_8bit [of --step-memory].")
+    ] = "adamw",
+    activation_checkpointing: Annotated[
+        str, typer.Option(help="Compute activations again: off, half, on or cpu [of --step-memory, without cpu].")
+    ] = "off",
     imports: Imports = None,
     as_json: Json = False,
 ) -> None:
@@ -113,10 +120,10 @@ def count(
         form = models.quantization_config(quantize, [models.NO_MODULE])
     result = counting.count(config, parse(method), denominator, quantization_config=form)
     facts, text = result.as_dict(), str(result)
-    if memory:
-        from ..runtime.step_memory import step_memory
+    if step_memory:
+        from ..runtime import step_memory as memory
 
-        of_step = step_memory(
+        of_step = memory.step_memory(
             config, parse(method), batch_size, max_length, precision, optimizer, activation_checkpointing, form
         )
         facts["memory"] = of_step.as_dict()
@@ -127,9 +134,9 @@ def count(
 def fit(
     model: ModelArgument,
     method: Annotated[str, typer.Argument(metavar="METHOD", help='With ? for sizes: "prefix(length=?) + layernorm".')],
-    budget: Annotated[str | None, typer.Option(help="A number of scalars, or a share such as 0.5%.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Parameters that are trained, at most: a number, or 0.5%.")] = None,
     align: Annotated[str | None, typer.Option(help="Match the count of this method instead.")] = None,
-    denominator: Annotated[str, typer.Option(help="What a share is a share of.")] = "model",
+    denominator: Denominator = "model",
     weights: Annotated[str | None, typer.Option(help="Shares of the ? in order: 3,1 [equal].")] = None,
     imports: Imports = None,
     as_json: Json = False,

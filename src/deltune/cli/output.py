@@ -20,11 +20,25 @@ console = Console(soft_wrap=True, highlight=False, markup=False)
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, config.json or minilm.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta, or of PEFT.")]
 BaseModelOption = Annotated[
-    str | None, typer.Option("--model", help="The base model of RUN, where it is not at the place that RUN names.")
+    str | None, typer.Option("--model", help="The base model: hub id, folder or minilm [as the folder names it].")
 ]
-LabelsOption = Annotated[
-    str | None, typer.Option("--labels", help="Names for labels that have none, in the order of their ids: a,b,c.")
+LabelsOption = Annotated[str | None, typer.Option(help="Names of the labels, in the order of their ids: a,b,c.")]
+ColumnsOption = Annotated[str | None, typer.Option(help="Which column is what: text=a,label=b.")]
+TaskOption = Annotated[
+    str | None, typer.Option(help="A known task (`deltune tasks`), or the kind of task of the data: tagging, …")
 ]
+DataRootOption = Annotated[str | None, typer.Option(help="Folder that holds the folders of known tasks.")]
+QuantizeOption = Annotated[
+    str | None, typer.Option(help="Quantise the linears: nf4, int8, torchao-int8, … (extra quant).")
+]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of a generated answer, at most.")]
+Temperature = Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time; above, tokens are drawn.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn: initial values, order, rows, tokens.")]
+Kind = Annotated[
+    str | None,
+    typer.Option(help="The head of the model: classification, tagging, base, causal-lm or seq2seq-lm [as saved]."),
+]
+Output = Annotated[Path, typer.Option(help="Where the result is written [a new folder].")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no notes.")]
 

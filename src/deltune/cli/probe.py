@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 
 from .options import Imports
-from .output import Json, ModelArgument, Quiet, console, fast_imports, log_to_stderr
+from .output import (
+    ColumnsOption,
+    DataRootOption,
+    Json,
+    ModelArgument,
+    Quiet,
+    Seed,
+    TaskOption,
+    console,
+    fast_imports,
+    log_to_stderr,
+)
 
 
 def probe(
@@ -15,13 +26,16 @@ def probe(
     data: Annotated[
         str | None, typer.Argument(metavar="[DATA]", help="Folder or hub id; or give a known --task.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Known task; beside DATA its kind of task.")] = None,
-    data_root: Annotated[str | None, typer.Option(help="Folder that holds the folders of known tasks.")] = None,
-    columns: Annotated[str | None, typer.Option(help="Columns of DATA: text=a,label=b.")] = None,
-    pooling: Annotated[str | None, typer.Option(help="mean, first or last [as `deltune train`; else mean].")] = None,
-    max_train_rows: Annotated[int | None, typer.Option(min=1, help="Fit a sample of that many rows.")] = None,
+    task: TaskOption = None,
+    data_root: DataRootOption = None,
+    columns: ColumnsOption = None,
+    pooling: Annotated[
+        str | None,
+        typer.Option(help="What a head reads: mean, first or last hidden state, or model, the class's pooler."),
+    ] = None,
+    max_train_rows: Annotated[int | None, typer.Option(min=1, help="Train on a sample of that many rows.")] = None,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens of a row; longer texts are cut.")] = 128,
-    seed: Annotated[int, typer.Option(help="Of the sample of rows.")] = 0,
+    seed: Seed = 0,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,

@@ -68,7 +68,7 @@ def run(
         bool,
         typer.Option(
             "--print-config",
-            help="Print the config as YAML, with comments for options without a value, and serve nothing.",
+            help="Print the config as YAML, with comments for options without a value, and do nothing else.",
         ),
     ] = False,
     imports: Imports = None,
@@ -115,20 +115,24 @@ def _without_null(options: Mapping[str, Any]) -> dict[str, Any]:
 def serve_key(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File of keys; it is made if there is none.")],
     tenant: Annotated[str | None, typer.Argument(metavar="[TENANT]", help="Whose key it is; new or not.")] = None,
-    deltas: Annotated[
-        list[str] | None, typer.Option(help="Repeatable: a delta it may ask, or a pattern such as 'acme-*'.")
+    delta: Annotated[
+        list[str] | None, typer.Option(help="A delta that it may ask, or a pattern such as 'acme-*'; repeatable.")
     ] = None,
     base: Annotated[
         bool | None, typer.Option("--base/--no-base", help="Whether it may use the base model [yes].")
     ] = None,
     manage: Annotated[
-        bool | None, typer.Option("--manage/--no-manage", help="Whether it may load and unload its deltas.")
+        bool | None, typer.Option("--manage/--no-manage", help="Whether requests may load and unload deltas [no].")
     ] = None,
     admin: Annotated[
         bool | None, typer.Option("--admin/--no-admin", help="Whether it may see /metrics and the page.")
     ] = None,
-    requests_per_minute: Annotated[float | None, typer.Option(help="Its own limit.")] = None,
-    tokens_per_minute: Annotated[float | None, typer.Option(help="Its own limit.")] = None,
+    requests_per_minute: Annotated[
+        float | None, typer.Option(help="Requests of a tenant in a minute, at most.")
+    ] = None,
+    tokens_per_minute: Annotated[
+        float | None, typer.Option(help="Tokens of a tenant in a minute, read and generated, at most.")
+    ] = None,
     revoke: Annotated[str | None, typer.Option(metavar="ID", help="Take this key out instead of making one.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -158,7 +162,7 @@ def serve_key(
         console.print_json(data=facts) if as_json else console.print("\n".join(map(_describe_tenant, facts)))
         return
     changes = {
-        "deltas": None if deltas is None else tuple(deltas), "base": base, "manage": manage, "admin": admin,
+        "deltas": None if delta is None else tuple(delta), "base": base, "manage": manage, "admin": admin,
         "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
     }  # fmt: skip
     key = keys.add_key(file, tenant, {name: value for name, value in changes.items() if value is not None})

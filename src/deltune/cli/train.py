@@ -196,7 +196,7 @@ def run(
     file: Annotated[
         Path | None, typer.Argument(metavar="RUN.yaml", help="The config of a run; options override it.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder of the run; needed here or in RUN.yaml.")] = None,
+    output: Annotated[Path | None, typer.Option(help=r"Where the result is written \[as RUN.yaml says].")] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Any option of the config; repeatable."),
@@ -205,15 +205,12 @@ def run(
         bool,
         typer.Option(
             "--print-config",
-            help="Print the resolved config as YAML, with comments for options without a value, and train nothing.",
+            help="Print the config as YAML, with comments for options without a value, and do nothing else.",
         ),
     ] = False,
-    devices: Annotated[
+    device: Annotated[
         str,
-        typer.Option(
-            show_default=False,
-            help="auto (an accelerator where there is one), cpu, cuda, cuda:1, mps, or how many processes.",
-        ),
+        typer.Option(show_default=False, help="auto (an accelerator where there is one), cpu, cuda, cuda:1, mps."),
     ] = "auto",
     launch: Annotated[int | None, typer.Option(help="Train in that many processes, a device each.")] = None,
     sharding: Annotated[
@@ -254,13 +251,11 @@ def run(
         return
     if folder is None:
         raise DeltuneError("--output is missing: the folder of the run")
-    if devices.isdigit():
-        devices, launch = "auto", launch or int(devices)
     check_processes(config.objective.kind, launch or 1)
     if (code := launch_if_requested(launch)) is not None:
         raise typer.Exit(code)
     rated = None if reward is None else load_user_function(reward, "--reward")
-    metrics = _train(config, folder, fresh, quiet or not is_main_process(), devices, sharding, rated)
+    metrics = _train(config, folder, fresh, quiet or not is_main_process(), device, sharding, rated)
     if not is_main_process():
         return
     from ..train.report.advice import advice, read_finished
@@ -299,7 +294,7 @@ def _train(
     folder: Path,
     fresh: bool,
     quiet: bool,
-    devices: str,
+    device: str,
     sharding: str | None,
     reward: Callable[..., Any] | None,
 ) -> RunMetrics:
@@ -320,8 +315,8 @@ def _train(
                 folder,
                 resume=not fresh,
                 progress=not quiet,
-                devices=devices,
-                sharded=sharding_mode(sharding),
+                device=device,
+                sharding=sharding_mode(sharding),
                 reward=reward,
             )
         except KeyboardInterrupt:

@@ -12,10 +12,18 @@ from ..errors import DeltuneError
 from .options import Imports
 from .output import (
     BaseModelOption,
+    ColumnsOption,
+    DataRootOption,
     Json,
+    Kind,
     LabelsOption,
+    MaxTokens,
+    Output,
     Quiet,
     RunArgument,
+    Seed,
+    TaskOption,
+    Temperature,
     console,
     fast_imports,
     listed,
@@ -28,19 +36,27 @@ if TYPE_CHECKING:
 MODEL = "minilm"
 TICKETS = Path(__file__).parents[1] / "train" / "demo" / "tickets"
 METHOD, MAX_LENGTH = "lora", 64
+TemplateOption = Annotated[
+    str | None,
+    typer.Option(help='The text that a model is given: "{source}"; of conversations roles, chatml, … or FILE.jinja.'),
+]
 SENTENCE = "I was charged twice for March, and I would like the second payment back."
 
 
 def data(
     source: Annotated[str, typer.Argument(metavar="DATA", help="Folder, file or hub id.")],
-    model: Annotated[str | None, typer.Option(help="Also show what this model sees of it: hub id or folder.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The base model: hub id, folder or minilm [what it sees is not shown].")
+    ] = None,
     row: Annotated[int, typer.Option(min=1, help="The row that is shown as an example.")] = 1,
-    columns: Annotated[str | None, typer.Option(help="Columns: text=a,label=b [by their names].")] = None,
-    task: Annotated[str | None, typer.Option(help="The kind of task [as the columns show].")] = None,
-    labels: Annotated[str | None, typer.Option(help="Label names in the order of their ids: a,b,c.")] = None,
-    template: Annotated[str | None, typer.Option(help="Of conversations: roles, chatml, … or FILE.jinja.")] = None,
-    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a row [as in a run].")] = None,
-    loss_on: Annotated[str, typer.Option(help="Trained of a conversation: answers, all or last.")] = "answers",
+    columns: ColumnsOption = None,
+    task: TaskOption = None,
+    labels: LabelsOption = None,
+    template: TemplateOption = None,
+    max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a row; longer texts are cut.")] = None,
+    loss_on: Annotated[
+        str, typer.Option(help="Tokens of a conversation that are trained: answers, all, or the last answer.")
+    ] = "answers",
     quiet: Quiet = False,
     as_json: Json = False,
 ) -> None:
@@ -66,20 +82,27 @@ def evaluate(
     run: Annotated[
         Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta or of PEFT; or a model, beside --data.")
     ],
-    data: Annotated[str | None, typer.Option(help="Other data with the same labels [the run's own].")] = None,
-    columns: Annotated[str | None, typer.Option(help="Columns of --data: text=a,label=b [as the run's].")] = None,
-    task: Annotated[
-        str | None, typer.Option(help="Of a model: the kind of task [as the columns show], or a known task.")
+    data: Annotated[
+        str | None,
+        typer.Option(help="Folder with train, validation and test files, a file, or a hub id [the run's own]."),
     ] = None,
-    data_root: Annotated[
-        str | None, typer.Option(help="Folder that holds the folders of known tasks [as the run's].")
+    columns: ColumnsOption = None,
+    task: TaskOption = None,
+    data_root: DataRootOption = None,
+    answer: Annotated[
+        str, typer.Option(help="Answer by a head over the labels, or in words of a language model [of a model].")
+    ] = "head",
+    max_length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a row; longer texts are cut [of a model: 128].")
     ] = None,
-    answer: Annotated[str, typer.Option(help="Of a model: head or words.")] = "head",
-    max_length: Annotated[int | None, typer.Option(min=1, help="Of a model: tokens of a text [128].")] = None,
     split: Annotated[list[str] | None, typer.Option(help="Repeatable [validation and test].")] = None,
-    output: Annotated[Path | None, typer.Option(help="Folder for predictions, SPLIT.jsonl each.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Where the result is written [SPLIT.jsonl in a folder: predictions].")
+    ] = None,
     rescore: Annotated[bool, typer.Option("--rescore", help="From its prediction files, without the model.")] = False,
-    metrics: Annotated[str | None, typer.Option(help="With --rescore: a,b,c [those of the run].")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="What is measured: a,b,c [with --rescore; as in the run].")
+    ] = None,
     harness: Annotated[
         str | None,
         typer.Option(metavar="TASKS", help="Tasks of lm-evaluation-harness: arc_easy,mine.yaml (extra harness)."),
@@ -149,13 +172,14 @@ def evaluate(
 
 def predict(
     run: RunArgument,
-    text: Annotated[list[str] | None, typer.Option(help="A text; repeatable.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="A text to predict [repeatable].")] = None,
     pair: Annotated[list[str] | None, typer.Option(help="The pair of the text before it; repeatable.")] = None,
+    task: Annotated[str | None, typer.Option(help="The task of the texts, of a run that learned several.")] = None,
     file: Annotated[
         Path | None,
         typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write JSON lines there instead of printing.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Where the result is written [printed; a .jsonl file].")] = None,
     base: BaseModelOption = None,
     labels: LabelsOption = None,
     quiet: Quiet = False,
@@ -167,6 +191,8 @@ def predict(
 
     if bool(text) == bool(file) or (pair and not text):
         raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
+    if task is not None and not text:
+        raise DeltuneError("--task is of --text; a file has a column for the task of each row")
     if pair and len(pair) != len(text or ()):
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
     with log_to_stderr(quiet):
@@ -175,7 +201,7 @@ def predict(
             from ..train.inference import predict_rows
 
         rows = (
-            prediction_inputs.inputs_from_texts(text or [], pair or [])
+            prediction_inputs.inputs_from_texts(text or [], pair or [], task, run, base)
             if file is None
             else prediction_inputs.inputs_from_file(file, run, base)
         )
@@ -194,14 +220,10 @@ def generate(
         Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta or of PEFT; or a language model.")
     ],
     prompt: Annotated[list[str], typer.Option(help="The beginning of the text, or what is answered; repeatable.")],
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "--max-new-tokens", min=1, help="Tokens of a text, at most.")
-    ] = 64,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: the likeliest token each time; above, tokens are drawn.")
-    ] = 0.0,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Seed = 0,
     base: BaseModelOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
@@ -222,12 +244,10 @@ def chat(
         Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta or of PEFT; or a language model.")
     ],
     system: Annotated[str | None, typer.Option(help="A system message, which begins the conversation.")] = None,
-    template: Annotated[str | None, typer.Option(help="Of a model that has none: roles, … or FILE.jinja.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 512,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: the likeliest token each time; above, tokens are drawn.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    template: TemplateOption = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
     base: BaseModelOption = None,
     imports: Imports = None,
 ) -> None:
@@ -282,7 +302,7 @@ def cache(
 
 def merge(
     run: RunArgument,
-    to: Annotated[Path, typer.Option(help="A new folder for the plain checkpoint.")],
+    output: Output,
     dequantize: Annotated[
         bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
     ] = False,
@@ -299,15 +319,15 @@ def merge(
     with log_to_stderr(quiet):
         from ..train import inference
 
-        target = inference.merge_run(run, to, dequantize=dequantize, base=base, labels=listed(labels))
+        target = inference.merge_run(run, output, dequantize=dequantize, base=base, labels=listed(labels))
     kind = "sentence-transformers" if (target / "modules.json").is_file() else "transformers"
-    facts = {"to": str(target), "for": kind}
+    facts = {"output": str(target), "for": kind}
     console.print_json(data=facts) if as_json else console.print(f"merged into {target}, which {kind} reads")
 
 
 def export(
     run: RunArgument,
-    to: Annotated[Path, typer.Option(help="A new folder.")],
+    output: Output,
     format: Annotated[str, typer.Option(help="peft, adapterhub, vllm or llama.cpp.")] = "peft",
     base: BaseModelOption = None,
     quiet: Quiet = False,
@@ -318,26 +338,29 @@ def export(
     with log_to_stderr(quiet):
         from ..train import inference
 
-        target = inference.export_run(run, to, format, base)
-    console.print_json(data={"to": str(target)}) if as_json else console.print(f"written for {format} into {target}")
+        target = inference.export_run(run, output, format, base)
+    console.print_json(data={"output": str(target)}) if as_json else console.print(
+        f"written for {format} into {target}"
+    )
 
 
 def combine(
     expression: Annotated[str, typer.Argument(metavar="SUM", help='Such as "0.5*a - b", or "average(a, b)".')],
     deltas: Annotated[list[str], typer.Argument(metavar="NAME=DIR...", help="A run or a delta for each name.")],
-    output: Annotated[Path, typer.Option(help="A new folder for the delta.")],
-    base: Annotated[
-        str | None, typer.Option("--model", help="The base model, where it is not at the place that the deltas name.")
-    ] = None,
+    output: Output,
+    base: BaseModelOption = None,
     rank: Annotated[int | None, typer.Option(min=1, help="A LoRA of this rank, as near as can be [exact].")] = None,
     how: Annotated[str | None, typer.Option(help="ties, dare or magnitude, in place of adding.")] = None,
     density: Annotated[float | None, typer.Option(help="With --how: the share of each change that is kept.")] = None,
-    head: Annotated[str | None, typer.Option(help="The name whose head is kept, or average.")] = None,
+    head_of: Annotated[str | None, typer.Option(help="The delta whose head is kept, or average.")] = None,
+    mixing: Annotated[
+        str, typer.Option(help='Of "mix(a, b)": arrow, or arrow(top_k=2), which need no training.')
+    ] = "scalar",
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
 ) -> None:
-    """Add deltas of one model with weights, or average them. The sum is exact where no rank is given."""
+    """Add deltas of one model with weights, average or mix them. The sum is exact where no rank is given."""
     from ..errors import unknown_name
 
     folders = {name: folder for name, _, folder in (pair.partition("=") for pair in deltas) if folder}
@@ -359,7 +382,7 @@ def combine(
             for name, other in others:
                 load(model, other, name=name, use=False)
         made = None if how is None else ways[how](**({} if density is None else {"density": density}))
-        handle = tuned(model).combine(expression, "_combined", rank=rank, how=made, head=head)
+        handle = tuned(model).combine(expression, "_combined", rank=rank, how=made, head_of=head_of, mixing=mixing)
         handle.save(output)
     _print_delta(handle, output, as_json)
 
@@ -367,14 +390,12 @@ def combine(
 def extract(
     base: Annotated[str, typer.Argument(metavar="BASE", help="Hub id or folder of the base model, or minilm.")],
     checkpoint: Annotated[str, typer.Argument(metavar="TUNED", help="Hub id or folder of the tuned model.")],
-    output: Annotated[Path, typer.Option(help="A new folder for the delta.")],
+    output: Output,
     method: Annotated[
         str | None, typer.Argument(metavar="METHOD", help='"lora(rank=?) + layernorm" [all that differs].')
     ] = None,
     energy: Annotated[float, typer.Option(help="The share of the changes' energy that the rank ? keeps.")] = 0.99,
-    kind: Annotated[
-        str | None, typer.Option(help="classification, base, causal-lm or seq2seq-lm [what TUNED is].")
-    ] = None,
+    kind: Kind = None,
     quiet: Quiet = False,
     imports: Imports = None,
     as_json: Json = False,
@@ -396,7 +417,7 @@ def extract(
 
 def _print_delta(handle: Tuned, output: Path, as_json: bool) -> None:
     """Print what a new delta is and where."""
-    facts = {"method": repr(handle.method), "count": handle.count().method, "to": str(output)}
+    facts = {"method": repr(handle.method), "count": handle.count().method, "output": str(output)}
     console.print_json(data=facts) if as_json else console.print(
         f"{handle.method!r}\n{facts['count']:,} scalars in {output}"
     )
@@ -404,11 +425,9 @@ def _print_delta(handle: Tuned, output: Path, as_json: bool) -> None:
 
 def import_folder(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that PEFT or AdapterHub saved.")],
-    model: Annotated[str, typer.Option(help="Its base model: hub id, folder or minilm.")],
-    output: Annotated[Path, typer.Option(help="A new folder for the delta.")],
-    kind: Annotated[
-        str | None, typer.Option(help="classification, base, causal-lm or seq2seq-lm [what the folder says].")
-    ] = None,
+    model: Annotated[str, typer.Option(help="The base model: hub id, folder or minilm.")],
+    output: Output,
+    kind: Kind = None,
     labels: LabelsOption = None,
     quiet: Quiet = False,
     as_json: Json = False,
@@ -424,7 +443,7 @@ def import_folder(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.")],
     output: Annotated[
-        Path | None, typer.Option(help="The page [report.html in the folder of a single run, or here].")
+        Path | None, typer.Option(help="Where the result is written [report.html in the run's folder, or here].")
     ] = None,
     imports: Imports = None,
     as_json: Json = False,
@@ -456,9 +475,9 @@ def report(
 
 
 def quickstart(
-    text: Annotated[str | None, typer.Option(help="A sentence to classify at the end.")] = None,
-    seed: Annotated[int, typer.Option(help="Of initial values, order and dropout.")] = 0,
-    output: Annotated[Path, typer.Option(help="Folder for the run.")] = Path("runs/quickstart"),
+    text: Annotated[str | None, typer.Option(help="A text to predict [a ticket about a payment].")] = None,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="Where the result is written.")] = Path("runs/quickstart"),
 ) -> None:
     """Tune MiniLM on support tickets, offline, in about a minute. A linear probe shows what it does without tuning."""
     with log_to_stderr(False):

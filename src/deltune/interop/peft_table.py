@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from ..errors import DeltuneError, unknown_name
 from ..methods import library
 from ..methods.forms.base import Form, Widths
+from ..methods.other_names import ABSENT_METHODS
 from ..methods.positions import ALL
 from ..methods.spec import Modification, NamedMethod
 
@@ -389,7 +390,7 @@ ROWS = (
                                    "seed": "random_seed"},
         {"down_*": "adamss_A.*", "up_*": "adamss_B.*", "basis": "adamss_newB"},
         to_ours=_of_clusters, to_peft=_by_cluster,
-        note="needs scikit-learn: the weights are clustered again where a folder is read; all clusters train"),
+        note="needs scikit-learn: the weights are clustered again where a folder is read; `use_asa` is `target=…`"),
     Row("BEFT", library.beft, leaves={"vector": "beft_bias"},
         to_ours=lambda t, o, w: {"vector": t["vector"].flatten()}, to_peft=lambda t, w: {"vector": t["vector"][None]}),
     Row("BOFT", library.boft, {"block_size": "boft_block_size", "factors": "boft_n_butterfly_factor"},
@@ -572,11 +573,7 @@ OTHERS: Mapping[str, Other] = {
 }  # fmt: skip
 """The other types that are read."""
 
-REFUSED: Mapping[str, str] = {
-    "LILY": "its router is averaged over a batch, so that rows change each other",
-    "SHADOW": "it is a second model beside this one",
-    "XLORA": "its router weighs other folders by a first pass of the model",
-}
+REFUSED: Mapping[str, str] = {kind: ABSENT_METHODS[kind.lower()] for kind in ("LILY", "SHADOW", "XLORA")}
 """The types that are not read, each with the reason."""
 
 PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")
@@ -649,6 +646,11 @@ def check_options(options: Options, training: bool = False) -> list[str]:
         return [unknown_name("peft_type", kind, KINDS, hint=_MERGE)]
     if row is not None and trains_biases(options) in ("", "all", "changed"):
         known = known | {"bias"}
+    if training and options.get("use_asa"):
+        return [
+            "option use_asa counts steps, and the number of all steps is not known here: write adamss(target="
+            "asa_target_subspaces, start=init_warmup / steps, stop=final_warmup / steps, every=mask_interval)"
+        ]
     return [
         no_counterpart(name, value)
         for name, value in options.items()

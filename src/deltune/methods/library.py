@@ -21,7 +21,7 @@ from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import Init, LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
-from .forms.routed import Poly
+from .forms.routed import MTLLoRA, Poly
 from .forms.shared import FRoD, NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
 from .forms.spectral import SVFT, AdaMSS, Centred, Circulant, FourierFT, LoRAXS, WaveFT
 from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
@@ -29,7 +29,7 @@ from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
 from .other_names import hint_for_site
 from .parser import NUMERAL
 from .positions import ALL, Positions
-from .schedules import RankSchedule
+from .schedules import ClusterSchedule, RankSchedule
 from .spec import ADD, ExpertsArg, LayersArg, MaskedMethod, Method, Modification, NamedMethod, Selection, named_method
 
 Stack = Literal["all", "encoder", "decoder"]
@@ -998,8 +998,27 @@ def poly(rank: int = 8, tasks: int = 1, skills: int = 4, splits: int = 1, **wher
 
 
 @_projection_method
+def mtl_lora(
+    rank: int = 8, tasks: int = 1, ups: int = 3, temperature: float = 0.05, scale: float = 1,
+    **where: Unpack[AtProjections],
+) -> Parts:  # fmt: skip
+    """Share A and mix several B by the task t of a row, s Σ_i softmax_i(w_t / τ) B_i Λ_t A x (Yang et al. 2024).
+
+    With several tasks a pass is told them: with tuned.condition(task_ids=[0, 2, …]): model(…).
+
+    Args:
+        tasks: The number of tasks.
+        ups: The number of B, which the tasks share.
+        temperature: τ; the lower, the more a task keeps to one B.
+    """
+    return _at_projections(MTLLoRA(rank, tasks, ups, temperature), scale=scale, **where)
+
+
+@_projection_method
 def adamss(
-    rank: int = 1, clusters: int = 5, singular_values: int = 100, seed: int = 0, **where: Unpack[AtProjections],
+    rank: int = 1, clusters: int = 5, singular_values: int = 100, seed: int = 0, *, target: int | None = None,
+    start: float = 0.1, stop: float = 0.5, every: int = 1, beta1: float = 0.85, beta2: float = 0.85,
+    exponent: float = 3.0, **where: Unpack[AtProjections],
 ) -> Parts:  # fmt: skip
     """Train a low rank for each cluster of outputs, b_j A_i V x (AdaMSS; PEFT: AdamssConfig).
 
@@ -1009,11 +1028,20 @@ def adamss(
         clusters: The number of clusters of outputs.
         singular_values: How many singular vectors V has, where there are so many.
         seed: The seed by which the singular vectors are approximated.
+        target: How many clusters of all places train in the end, after a schedule that `tuned.advance` follows, or in a
+            Trainer `ScheduleCallback` (PEFT: use_asa, asa_target_subspaces); None: all clusters.
+        start: The share of the training at whose end clusters are first left as they are (PEFT: init_warmup).
+        stop: The share of the training after which no more are (PEFT: final_warmup).
+        every: After how many steps clusters are chosen (PEFT: mask_interval).
+        beta1: Of the moving average of the sensitivity |w ∂L/∂w|.
+        beta2: Of the moving average of how much the sensitivity varies.
+        exponent: By which power the number of clusters falls.
 
     Raises:
         DeltuneError: An argument is out of its range, or scikit-learn is not installed.
     """
-    return _at_projections(AdaMSS(rank, clusters, singular_values, seed), **where)
+    schedule = None if target is None else ClusterSchedule(target, start, stop, every, beta1, beta2, exponent)
+    return _at_projections(AdaMSS(rank, clusters, singular_values, seed, schedule), **where)
 
 
 @_projection_method

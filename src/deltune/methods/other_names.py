@@ -29,14 +29,21 @@ METHOD_NAMES: Mapping[str, str] = {
 }  # fmt: skip
 """Names of methods in other libraries, simplified as by `simplified`, each with an expression."""
 
-ABSENT_METHODS = frozenset(
-    (
-        "bone", "xlora", "compacterplusplus", "multitaskprompttuning", "cpt",
-        "adaptionprompt", "seqbninv", "noreft", "direft", "ptuning", "lily", "pvera", "cartridge",
-        "shadow",
-    )
-)  # fmt: skip
-"""Methods of other libraries that have no translation, so that no similar name is suggested in their place."""
+_SIDE = (
+    "it is a second model beside this one, which reads the states of all layers; to train without gradients in the "
+    "lower layers, tune the upper ones, such as lora(layers='last 2')"
+)
+ABSENT_METHODS: Mapping[str, str] = {
+    "lily": "its router is averaged over a batch, so that rows change each other",
+    "shadow": _SIDE, **dict.fromkeys(("ladder", "laddersidetuning", "lst", "sidetuning"), _SIDE),
+    "xlora": "its router weighs other folders by a first pass of the model, and a method here acts within one pass; "
+    "combine(\"mix(a, b)\", mixing=\"arrow\" or \"attention\") weighs deltas for each token",
+    **dict.fromkeys(
+        ("bone", "compacterplusplus", "multitaskprompttuning", "cpt", "adaptionprompt", "seqbninv", "noreft", "direft",
+         "ptuning", "pvera", "cartridge"), "",
+    ),
+}  # fmt: skip
+"""Methods of others that have no translation, so that no similar name is suggested, each with its reason or ""."""
 
 ARGUMENT_NAMES: Mapping[str, tuple[str, ...]] = {
     "r": ("rank",), "lora_r": ("rank",), "lora_rank": ("rank",), "dim": ("rank", "length"),
@@ -145,7 +152,7 @@ OPTION_NAMES: Mapping[str, str] = {
     "label_smoothing_factor": "label_smoothing", "adam_beta1": "adam_betas", "adam_beta2": "adam_betas",
     "fp16": "precision", "bf16": "precision", "dtype": "precision", "max_train_samples": "max_train_rows",
     "max_eval_samples": "validation_rows", "max_predict_samples": "test_rows", "num_beams": "beams",
-    "max_target_length": "target_length", "max_new_tokens": "max_generated", "eval_steps": "validate_every",
+    "max_target_length": "target_length", "max_new_tokens": "max_tokens", "eval_steps": "validate_every",
     "early_stopping_patience": "patience", "metric_for_best_model": "metric", "metric_name": "metrics",
     "early_stopping": "patience", "label_names": "labels", "prompt_template": "template", "random_seed": "seed",
     "text_column": "columns", "label_column": "columns", "label_column_name": "columns", "text_column_name": "columns",
@@ -218,7 +225,7 @@ def hint_for_name(name: object, vocabulary: Collection[str] = ()) -> str | None:
         return None
     key = simplified(name)
     if key in ABSENT_METHODS:
-        return "deltune has no such method."
+        return f"deltune has no such method{': ' + ABSENT_METHODS[key] if ABSENT_METHODS[key] else ''}."
     ours = {simplified(known): known for known in reversed(list(vocabulary))}
     for candidate in (key, key.removesuffix("tuning")):
         if method := ours.get(candidate) or METHOD_NAMES.get(candidate):

@@ -60,6 +60,7 @@ NonNegativeInt = Annotated[int, "a whole number of at least 0", lambda count: co
 Depth = Annotated[int, "a whole number from 0 to 64", lambda depth: 0 <= depth <= 64]
 Factors = Annotated[int, "a whole number from 1 to 62", lambda factors: 1 <= factors <= 62]
 Share = Annotated[float, "in [0, 1)", lambda share: 0 <= share < 1]
+Positive = Annotated[float, "above 0", lambda number: number > 0]
 """Types of fields with a range, which `check_fields` checks."""
 
 

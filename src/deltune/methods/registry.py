@@ -28,7 +28,7 @@ from .forms import (
     weights,
 )
 from .forms.base import Form, check_form_class, check_frozen
-from .schedules import RankSchedule
+from .schedules import ClusterSchedule, RankSchedule
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 DEFAULT_RATE, DEFAULT_SHORT_RATE = 1e-3, 1e-2
@@ -121,8 +121,12 @@ _ENTRIES = {
         RegistryEntry(library.loha, "Hyeon-Woo et al. 2022", "8dr", "loha(rank=4)"),
         RegistryEntry(library.lokr, "Yeh et al. 2024", "about 2d + 4r√d", "lokr(rank=4, factor=8)"),
         RegistryEntry(library.miss, "Kang and Yin 2024", "2dr", "miss(rank=32)"),
-        RegistryEntry(library.poly, "Ponti et al. 2023", "4drs + 2qst", "poly(tasks=3, rank=4)"),
         RegistryEntry(library.gralora, "Jung et al. 2025", "4dr", "gralora(rank=8, blocks=4)"),
+    ),
+    "routers: experts of low rank that the task of a row weighs": (
+        RegistryEntry(library.poly, "Ponti et al. 2023", "4drs + 2qst", "poly(tasks=3, rank=4)", rate=3e-3,
+            short_rate=3e-2),  # r divides its change, and skills are averaged: at one rate a step is 1 / 2r of LoRA's
+        RegistryEntry(library.mtl_lora, "Yang et al. 2024", "2dr(n + 1) + 2(r² + n)t", "mtl_lora(tasks=3, rank=4)"),
     ),
     "shared: few numbers and matrices that all places have in common": (
         RegistryEntry(library.vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm"),
@@ -191,7 +195,7 @@ VOCABULARY: dict[str, Callable[..., Any]] = {
     **{name: entry.make for name, entry in REGISTRY.items()},
     **{
         kind.__name__: kind
-        for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate, PrefixGate, RankSchedule)
+        for kind in (Modification, Selection, Add, Scale, Gate, SigmoidGate, PrefixGate, RankSchedule, ClusterSchedule)
     },
     **{kind.__name__: kind for kind in FORMS},
 }

@@ -20,7 +20,7 @@ from ..anatomy.types import html_table
 from ..errors import DeltuneError, check_choice, error_from_problems, unknown_name
 from .compositions import Add, Composition, Scale, SigmoidGate
 from .forms.attention import Prefix
-from .forms.base import Form, check_form_class, check_frozen, refuse_sum
+from .forms.base import Form, Routed, check_form_class, check_frozen, refuse_sum
 from .forms.hidden import Vector
 from .other_names import hint_for_site
 from .parser import (
@@ -123,6 +123,12 @@ class Method:
     def terms(self) -> tuple[Method, ...]:
         """The methods that are joined by +, in order; one for a method that is no sum."""
         return (self,)
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks rows may have, of which a pass is told each row's; 1 where there is nothing to tell."""
+        forms = [part.form for part in self.parts if isinstance(part, Modification)]
+        return max((form.tasks for form in forms if isinstance(form, Routed)), default=1)
 
     @property
     def parts(self) -> tuple[Modification | Selection, ...]:

@@ -121,7 +121,8 @@ def export_delta(attached: Attached, folder: str | Path, format: str = "peft", n
     if (pooling := attached.delta(name).pooling) != "model":
         raise DeltuneError(
             f"this delta's head reads {pooling!r} of the hidden states, and {format} has adapters of the model's class "
-            "alone, whose head reads its pooler: train with --pooling model (attach(…, pooling='model'))"
+            "alone, whose head reads its pooler: train with --pooling model (attach(…, pooling='model')), or write the "
+            "whole model for sentence-transformers, deltune merge RUN --output DIR"
         )
     with attached.whole():
         options, tensors = _exported(attached, format, name)
@@ -632,7 +633,7 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
         raise DeltuneError(
             f"export takes a model with a delta attached, and then the new folder; its first argument is "
             f"{describe_value(model)}. Load the model and the delta first, as in export(model, 'DIR'), or export the "
-            "folder of a run on the command line: deltune export RUN --to DIR"
+            "folder of a run on the command line: deltune export RUN --output DIR"
         )
     return export_delta(tuned(model).attached, folder, format, name)
 
@@ -748,19 +749,22 @@ class ScheduleCallback(TrainerCallback):
         tuned(kwargs["model"]).advance(min(1.0, (state.global_step + 1) / state.max_steps))
 
 
-class SaveDeltaCallback(TrainerCallback):
-    """Load the best delta at the end of a SentenceTransformerTrainer with `load_best_model_at_end=True`.
+class DeltaCheckpointMixin:
+    """For a trainer of sentence-transformers: resume from checkpoints of deltas, and load the best one at the end.
 
-    Checkpoints of every Trainer hold the deltas alone, without a callback. transformers' Trainer also resumes from them
-    and loads the best one; the trainers of sentence-transformers load checkpoints as whole models, and cannot.
-
-        SentenceTransformerTrainer(model=model, …, callbacks=[deltune.SaveDeltaCallback()])
+    Checkpoints of every Trainer hold the deltas alone. transformers' Trainer reads them as they are, and the trainers
+    of sentence-transformers read them as whole models. Put it first:
+    `class MyTrainer(DeltaCheckpointMixin, SentenceTransformerTrainer): pass`.
     """
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Load the deltas of the best checkpoint."""
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            tensors = load_file(Path(state.best_model_checkpoint) / SAFE_WEIGHTS_NAME)
-            tuned(kwargs["model"]).model.load_state_dict(tensors, strict=False)
+    model: Any
+    accelerator: Any
+
+    def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+        """Load the deltas, and the other modules of the model that have files of their own, such as a dense layer."""
+        inner = tuned(self.model).model
+        inner.load_state_dict(load_file(Path(checkpoint_path) / SAFE_WEIGHTS_NAME), strict=False)
+        for name, module in self.accelerator.unwrap_model(self.model).named_children():
+            files = [*Path(checkpoint_path).glob(f"{name}_*/{SAFE_WEIGHTS_NAME}")]
+            if files and inner not in [*module.modules()]:
+                module.load_state_dict(load_file(files[0]))

@@ -333,7 +333,7 @@ class Attached:
         if wrong := [unknown_name("delta", name, self.deltas, "rows()") for name in every if name not in self.deltas]:
             raise error_from_problems("these deltas cannot be used in one batch", list(dict.fromkeys(wrong)))
         if head is not None and head not in every:
-            raise DeltuneError(unknown_name("delta in use", head, every, "head="))
+            raise DeltuneError(unknown_name("delta in use", head, every, "head_of="))
         return self.assign(Use(rows=rows, head=head))
 
     def assign(self, use: Use, constant: bool = False, left_out: Collection[Edit] | None = None) -> RowAssignment:
@@ -584,7 +584,7 @@ class Attached:
             raise DeltuneError(
                 f"this delta's head reads {of_head.pooling!r} of the hidden states, and "
                 f"{type(self.model).__name__} computes something else, so it cannot be merged into it: "
-                "`deltune merge RUN --to DIR` writes a "
+                "`deltune merge RUN --output DIR` writes a "
                 "folder of sentence-transformers; or train with --pooling model (attach(…, pooling='model'))"
             )
         with self.whole():

@@ -2,13 +2,15 @@
 
 A model's own loss holds its logits, tokens × vocabulary, several times. Here the projection to the vocabulary is asked
 for a few tokens alone, and a hook at it computes the loss of all tokens from the hidden states that it was to read.
-What the model makes of these few tokens, its logits and its own loss, shows whether anything stands between the hidden
-states and the loss: a cap, a scale, a delta at the head, a loss of the router. Then the plain way is taken.
+What the model makes of these few tokens in the first batch, its logits and its own loss, shows whether anything stands
+between the hidden states and the loss: a cap, a scale, a loss of the router. Then the plain way is taken. It is tried
+again when what it depends on has changed; whether what is trained acts at the head is seen in every batch.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
@@ -30,9 +31,9 @@ from .attach import find_tuned
 
 IGNORE_INDEX = -100
 """The label of a token that is not trained on."""
-CHUNK_LOGITS, MIN_CHUNK = 2**20, 32
-"""How many logits exist at a time, of at least so many tokens. torch's own choice takes ten times as long on a CPU at
-128,256 words."""
+CHUNK, MIN_CHUNK = 5.3, 32
+"""About how many times as many logits exist at a time as the hidden states of all tokens have numbers, which is less
+than one layer keeps for its backward pass; and of how many tokens they are at least."""
 WINDOW = 2
 """Consecutive tokens of a row of which the model computes logits and loss, to be compared."""
 
@@ -47,15 +48,21 @@ class LanguageHead:
         path: The path of the projection; "" if none is known.
         shifts: Whether each token is predicted from those before it.
         decodes: Whether a decoder reads the labels, one place to the right.
-        plain: Why its loss is computed from all logits, by what is in use: the assignment of deltas, or the model.
+        tried: By what is in use, the assignment of deltas or the model: what else the trial of the first batch depends
+            on, and why the loss is computed from all logits; "" where it is computed at the head.
         own_loss_shifts: Whether the model's own loss is of the next tokens, once that is known.
     """
 
     path: str
     shifts: bool
     decodes: bool
-    plain: weakref.WeakKeyDictionary[Any, str] = field(default_factory=weakref.WeakKeyDictionary)
+    tried: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = field(default_factory=weakref.WeakKeyDictionary)
     own_loss_shifts: bool | None = None
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the loss is computed from all logits, with what has been in use."""
+        return [reason for _, reason in self.tried.values() if reason]
 
 
 _HEADS: weakref.WeakKeyDictionary[nn.Module, LanguageHead] = weakref.WeakKeyDictionary()
@@ -80,7 +87,9 @@ class _Capture:
 
     Attributes:
         targets: What each position is to predict, (B, T).
+        trained: Which of them are trained on, in the order of all positions.
         window: The rows and the positions whose logits the model computes.
+        tries: Whether what the model makes of the window is compared.
         by_row: Whether the loss of each row is asked for, without gradients.
         total: The loss, summed over all trained tokens, or of each row the loss and the tokens that are likeliest;
             None if the head was not reached as expected.
@@ -89,8 +98,10 @@ class _Capture:
     """
 
     targets: torch.Tensor
+    trained: torch.Tensor
     window: tuple[slice, slice]
-    by_row: bool = False
+    tries: bool
+    by_row: bool
     total: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     hidden: torch.Tensor | None = field(default=None, repr=False)
@@ -128,11 +139,13 @@ def causal_loss(
         raise DeltuneError("the batch has no labels; causal_loss needs them, with -100 for tokens that are not trained")
     head = language_head(inner)
     targets = _targets(head, labels)
-    items = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
-    total = _tried_at_head(model, inner, head, batch, targets)
+    count: float | torch.Tensor
+    total, count = _tried_at_head(model, inner, head, batch, targets)
     if total is None:
-        total = _plain_total(model, head, batch, targets)
-    return total / (items.clamp(min=1) if isinstance(items, torch.Tensor) else max(items, 1))
+        total, count = _plain_total(model, head, batch, targets)
+    if num_items_in_batch is not None:
+        count = num_items_in_batch
+    return total / (count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1))
 
 
 @torch.no_grad()
@@ -143,7 +156,7 @@ def row_losses(model: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tensor
     """
     head = language_head(unwrapped(model))
     targets = _targets(head, batch["labels"])
-    scores = _tried_at_head(model, unwrapped(model), head, batch, targets, by_row=True)
+    scores, _ = _tried_at_head(model, unwrapped(model), head, batch, targets, by_row=True)
     if scores is None:
         scores = _token_scores(model(**batch).logits.flatten(0, 1), targets.flatten()).view(2, *targets.shape).sum(2)
     return scores[0], (targets != IGNORE_INDEX).sum(1), scores[1].long()
@@ -161,16 +174,32 @@ def _tried_at_head(
     batch: Mapping[str, Any],
     targets: torch.Tensor,
     by_row: bool = False,
-) -> torch.Tensor | None:
-    """Return the sum of the losses, or the scores of each row, computed at the head; None where it needs all logits."""
-    total, used = None, _in_use(inner)
-    special = torch.compiler.is_compiling() or uncompiled(model) is not None or transforms_active()
-    if not special and "shift_labels" not in batch and used not in head.plain:
-        total, reason = _total_at_head(model, inner, head, dict(batch), targets, by_row)
-        if reason:
-            head.plain[used] = reason
-            logger.info("%s: the loss is computed from all logits, because %s", type(inner).__name__, reason)
-    return total
+) -> tuple[torch.Tensor | None, float]:
+    """Return the sum of the losses, or the scores of each row, computed at the head, and the number of trained tokens.
+
+    The first is None where it takes all logits.
+    """
+    if torch.compiler.is_compiling() or uncompiled(model) is not None or transforms_active() or "shift_labels" in batch:
+        return None, 0
+    used, state = _in_use(inner), _state(inner, batch)
+    before, reason = head.tried.get(used, (None, ""))
+    tries = before != state
+    if reason and not tries:
+        return None, 0
+    trained = (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
+    total, reason = _total_at_head(model, inner, head, dict(batch), targets, trained, tries, by_row)
+    if reason or (tries and len(trained) and not by_row):
+        head.tried[used] = state, reason
+    if reason:
+        logger.info("%s: the loss is computed from all logits, because %s", type(inner).__name__, reason)
+    return total, len(trained)
+
+
+def _state(model: PreTrainedModel, batch: Mapping[str, Any]) -> Any:
+    """Return what decides, beside the deltas in use, what a model makes of its hidden states and of labels."""
+    options = {name: None if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    settings = [dict(vars(one)) for one in (model.config, model.config.get_text_config())]
+    return model.training, torch.is_autocast_enabled(model.device.type), options, settings
 
 
 class CausalLossMixin:
@@ -250,6 +279,8 @@ def _total_at_head(
     head: LanguageHead,
     batch: dict[str, Any],
     targets: torch.Tensor,
+    trained: torch.Tensor,
+    tries: bool,
     by_row: bool,
 ) -> tuple[torch.Tensor | None, str]:
     """Return the sum of the losses, computed at the head, or None and why it has to be computed from all logits."""
@@ -261,15 +292,19 @@ def _total_at_head(
         if shift_right is None:
             return None, "it does not say what its decoder reads"
         batch["decoder_input_ids"] = shift_right(labels=labels)
-    trained = (targets != IGNORE_INDEX).nonzero()
-    row, start = trained[0].tolist() if len(trained) else (0, 0)
+    row, start = divmod(int(trained[0]), targets.shape[1]) if len(trained) and tries else (0, 0)
     rows = slice(None) if getattr(_in_use(inner), "rows", ()) else slice(row, row + 1)  # a delta of each row reads all
-    capture = _Capture(targets, (rows, slice(start, start + WINDOW)), by_row)
-    batch["labels"] = labels[capture.window].contiguous()
+    capture = _Capture(targets, trained, (rows, slice(start, start + (WINDOW if tries else 1))), tries, by_row)
+    if tries or head.decodes:
+        batch["labels"] = labels[capture.window].contiguous()
+    else:
+        del batch["labels"]
     with _hooks(inner.get_submodule(head.path), capture):
         outputs = model(**batch)
-    if capture.total is None or capture.logits is None:
+    if capture.total is None:
         return None, capture.why
+    if capture.logits is None:
+        return capture.total, ""
     if not _same_logits(outputs.logits, capture.logits):
         return None, "its logits are more than the projection of its hidden states"
     if isinstance(outputs.loss, FakeTensor):
@@ -281,14 +316,17 @@ def _total_at_head(
     return capture.total, ""
 
 
-def _plain_total(model: nn.Module, head: LanguageHead, batch: Mapping[str, Any], targets: torch.Tensor) -> torch.Tensor:
-    """Return the model's own loss times the trained tokens, or of the next tokens where its class does not shift."""
+def _plain_total(
+    model: nn.Module, head: LanguageHead, batch: Mapping[str, Any], targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of the losses from all logits, where its class does not shift of the next tokens, and how many."""
     outputs, count = model(**batch), (targets != IGNORE_INDEX).sum()
     if not count:
-        return outputs.logits.sum() * 0
+        return outputs.logits.sum() * 0, count
     if head.shifts and head.own_loss_shifts is None:
         head.own_loss_shifts = _own_loss_shifts(model, batch, outputs)
-    return (_mean(outputs.logits, targets) if head.shifts and not head.own_loss_shifts else outputs.loss) * count
+    loss = _mean(outputs.logits, targets) if head.shifts and not head.own_loss_shifts else outputs.loss
+    return loss * count, count
 
 
 @torch.no_grad()
@@ -331,17 +369,18 @@ def _hooks(module: nn.Module, capture: _Capture) -> Iterator[None]:
         dtype = output.dtype  # under autocast the linear computes in it
         weight = module.weight.to(dtype)
         bias = None if module.bias is None else module.bias.to(dtype)
-        with torch.no_grad():
-            without_numbers = isinstance(output, FakeTensor)
-            capture.logits = output.detach() if without_numbers else F.linear(args[0].to(dtype), weight, bias)
+        if capture.tries:
+            with torch.no_grad():
+                without_numbers = isinstance(output, FakeTensor)
+                capture.logits = output.detach() if without_numbers else F.linear(args[0].to(dtype), weight, bias)
         hidden, targets = capture.hidden.to(dtype).flatten(0, 1), capture.targets.flatten()
         if capture.by_row:
-            chunk = _chunk(weight)
+            chunk = _chunk(hidden, weight)
             parts = zip(hidden.split(chunk), targets.split(chunk), strict=True)
             scores = [_token_scores(F.linear(part, weight, bias), target) for part, target in parts]
             capture.total = torch.cat(scores, 1).view(2, *capture.targets.shape).sum(2)
         else:
-            capture.total = _Fused.apply(hidden, weight, bias, targets)
+            capture.total = _Fused.apply(hidden, weight, bias, targets, capture.trained)
 
     handles = [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
     token = _CAPTURE.set(capture)
@@ -373,54 +412,53 @@ def leaves_between(output: torch.Tensor, start: torch.Tensor) -> set[torch.Tenso
 class _Fused(torch.autograd.Function):
     """The sum of the cross-entropies of all tokens, from hidden states (N, d), weight, bias and targets (N,).
 
-    The gradients are made with the loss and given out once; who asks for them again, or for second derivatives, has
-    them computed from all logits. torch's own function would give wrong second derivatives.
+    The last input says which of them are trained on. The gradients are made with the loss, some tokens at a time, and
+    given out once; who asks for them again, or for second derivatives, has them computed from all logits. torch's
+    `linear_cross_entropy` (2.13) does not take half precision in float32, gives wrong second derivatives, and holds the
+    gradient of a trained head twice.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        hidden, weight, bias, targets = inputs
-        copies: list[Any] = [
-            x if x is None else x.detach().requires_grad_(x.requires_grad) for x in (hidden, weight, bias)
-        ]
-        with torch.enable_grad():
-            total = _in_chunks(copies[0], copies[1], copies[2], targets)
-        needed = [x for x in copies if x is not None and x.requires_grad]
-        ctx.gradients = torch.autograd.grad(total, needed) if needed else ()
-        ctx.save_for_backward(*inputs)
-        return total.detach()
+        hidden, weight, bias, targets, trained = inputs
+        of_hidden, of_weight, of_bias, *_ = ctx.needs_input_grad
+        states, words = hidden.index_select(0, trained), targets.index_select(0, trained).unsqueeze(1)
+        losses = torch.empty(words.shape, dtype=_at_least_float32(states[:0]).dtype, device=hidden.device)
+        grad_weight = torch.zeros_like(weight) if of_weight else None
+        grad_bias = torch.zeros_like(bias) if of_bias else None
+        minus_one = losses.new_full((1, 1), -1.0)
+        for start in range(0, len(states), size := _chunk(states, weight)):
+            part = slice(start, start + size)
+            scores = _at_least_float32(F.linear(states[part], weight, bias))
+            torch.log_softmax(scores, 1, out=scores)
+            torch.gather(scores, 1, words[part], out=losses[part])
+            if not any(ctx.needs_input_grad):
+                continue
+            scores.exp_().scatter_add_(1, words[part], minus_one.expand_as(words[part]))
+            scores = scores.to(hidden.dtype)
+            if grad_weight is not None:
+                grad_weight.addmm_(scores.t(), states[part])
+            if grad_bias is not None:
+                grad_bias += scores.sum(0)
+            if of_hidden:
+                torch.mm(scores, weight, out=states[part])
+            del scores  # before the next ones are made
+        grad_hidden = torch.zeros_like(hidden).index_copy_(0, trained, states) if of_hidden else None
+        ctx.gradients = [grad_hidden, grad_weight, grad_bias, None, None]
+        ctx.save_for_backward(*inputs[:4])
+        return losses.sum().neg()
 
     @staticmethod
     def backward(ctx: Any, upstream: Any) -> Any:
         again = torch.is_grad_enabled()
         gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None or again:
-            needed = [x for x in ctx.saved_tensors[:3] if x is not None and x.requires_grad]
-            with torch.enable_grad():
-                total = _cross_entropy(*ctx.saved_tensors)
-                gradients = torch.autograd.grad(total, needed, upstream, create_graph=again)
-        else:
-            gradients = [gradient.mul_(upstream) for gradient in gradients]
-        remaining = iter(gradients)
+        if gradients is not None and not again:
+            return tuple(None if one is None else one.mul_(upstream) for one in gradients)
+        needed = [x for x in ctx.saved_tensors[:3] if x is not None and x.requires_grad]
+        with torch.enable_grad():
+            total = _cross_entropy(*ctx.saved_tensors)
+            remaining = iter(torch.autograd.grad(total, needed, upstream, create_graph=again))
         return tuple(next(remaining) if need else None for need in ctx.needs_input_grad)
-
-
-def _in_chunks(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-) -> torch.Tensor:
-    """Return the sum of the cross-entropies, a chunk of logits at a time.
-
-    torch's function would sum half precision in half precision, and torch 2.12 does not have it.
-    """
-    chunk = _chunk(weight)
-    if hidden.dtype in (torch.float32, torch.float64) and hasattr(F, "linear_cross_entropy"):
-        options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)
-        return F.linear_cross_entropy(
-            hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=IGNORE_INDEX, options=options
-        )
-    chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
-    parts = [checkpoint(_cross_entropy, part, weight, bias, target, use_reentrant=False) for part, target in chunks]
-    return torch.stack(parts).sum()
 
 
 def _cross_entropy(
@@ -430,9 +468,11 @@ def _cross_entropy(
     return F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORE_INDEX)
 
 
-def _chunk(weight: torch.Tensor) -> int:
+def _chunk(hidden: torch.Tensor, weight: torch.Tensor) -> int:
     """Return how many tokens have logits at a time."""
-    return max(MIN_CHUNK, CHUNK_LOGITS // weight.shape[0])
+    words, width = weight.shape
+    chunks = max(1, int(words / (CHUNK * width)))
+    return max(MIN_CHUNK, math.ceil(len(hidden) / chunks))
 
 
 def _token_scores(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from ..interop.base import (
 from ..methods.forms.base import FactorForm, check_positive
 from ..methods.forms.hidden import Bottleneck, Vector
 from ..methods.forms.low_rank import LowRank
-from ..methods.forms.mix import Weights, mix_form
+from ..methods.forms.mix import AttentionMix, Weights, mix_form
 from ..methods.library import head as head_alone
 from ..methods.library import lora
 from ..methods.masks import RowMask
@@ -48,7 +48,7 @@ from .row_assignment import head_of
 from .sharding import ADDED_LATE, BEFORE_SHARDING, refuse_sharded
 
 AVERAGE = "average"
-"""The function of an expression whose value has the mean parameters of deltas, and the head= that is a mean."""
+"""The function of an expression whose value has the mean parameters of deltas, and the head_of= that is a mean."""
 
 
 def _check_density(density: float) -> None:
@@ -164,7 +164,7 @@ def combine(
     rank: int | None = None,
     how: How | None = None,
     head: str | None = None,
-    mixing: Weights = "scalar",
+    mixing: Weights | str = "scalar",
 ) -> None:
     """Attach a combination of deltas and put it in use; see `Tuned.combine`."""
     refuse_sharded(attached.model, ADDED_LATE, BEFORE_SHARDING)
@@ -253,7 +253,7 @@ def _head(
         chosen = [] if answering is None else [answering]
     elif len({(delta.head, delta.labels, delta.pooling) for delta in deltas.values()}) > 1:
         raise DeltuneError(
-            f"head={AVERAGE!r}: the heads have other labels or another pooling; name the delta whose head is kept"
+            f"head_of={AVERAGE!r}: the heads have other labels or another pooling; name the delta whose head is kept"
         )
     if not chosen:
         return {}, attached.base_labels, "model"
@@ -293,7 +293,7 @@ def _averaged(
 
 
 def _mixed(
-    attached: Attached, deltas: Mapping[str, Delta], mixing: Weights, pooling: Pooling
+    attached: Attached, deltas: Mapping[str, Delta], mixing: Weights | str, pooling: Pooling
 ) -> tuple[Method, dict[str, torch.Tensor]]:
     """Return the method that mixes the changes of deltas, and its tensors."""
     places: dict[tuple[Modification, str], dict[int, PlacedTensors]] = {}
@@ -315,21 +315,18 @@ def _mixed(
     for (modification, _), some in places.items():
         rank = max(piece.tensors["down"].shape[-2] for piece in some.values())
         place, kind = next(iter(some.values())).place, modification.form
-        if not isinstance(kind, Bottleneck):
-            form = mix_form(len(deltas), rank, mixing)
-        elif mixing in ("scalar", "softmax"):
+        activation, bias = (kind.activation, kind.bias) if isinstance(kind, Bottleneck) else ("identity", False)
+        form = mix_form(len(deltas), rank, mixing, activation, bias=bias)
+        if isinstance(kind, Bottleneck) and not isinstance(form, AttentionMix):
             raise DeltuneError(
                 f'mixing={mixing!r} is of changes of weights; adapters are mixed by "attention" or "fusion"'
             )
-        else:
-            form = mix_form(len(deltas), rank, mixing, kind.activation, bias=kind.bias)
         tensors = {n: torch.zeros(s.shape) for n, s in form.tensors(place.widths).items()}
-        form.initialize(tensors, None)
-        tensors["up"].zero_()
         for number, piece in some.items():
+            tensors = {name: tensor.to(piece.tensors["down"]) for name, tensor in tensors.items()}
             for name, part in piece.tensors.items():
-                tensors[name] = tensors[name].to(part)
                 tensors[name][number][tuple(map(slice, part.shape))] = part
+        form.start(tensors)
         pieces.append(PlacedTensors(replace(modification, form=form), place, tensors))
     return shortest_method(attached.anatomy_read(pooling), pieces, set())
 

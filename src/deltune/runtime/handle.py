@@ -292,7 +292,7 @@ class Tuned(nn.Module):
 
     @explain_arguments
     def use(
-        self, name: str | Sequence[str] | None, *, train: str | Sequence[str] | None = None, head: str | None = None
+        self, name: str | Sequence[str] | None, *, train: str | Sequence[str] | None = None, head_of: str | None = None
     ) -> Tuned:
         """Put a delta in use for the whole model, its head and labels included; or several, which act together.
 
@@ -308,7 +308,7 @@ class Tuned(nn.Module):
             name: The delta's name, a list of names, or None for the base model.
             train: Those of them that train; the others are frozen, as for learning on top of what was learned before.
                 Default: all.
-            head: The delta whose head answers. Needed where several have a head that trains.
+            head_of: The delta whose head answers. Needed where several have a head that trains.
 
         Returns:
             The handle itself.
@@ -317,7 +317,7 @@ class Tuned(nn.Module):
             DeltuneError: No delta has this name, the deltas cannot act together, or the call is inside `rows()` or a
                 forward pass.
         """
-        self.attached.use(name, train, head)
+        self.attached.use(name, train, head_of)
         return self
 
     def advance(self, share: float) -> None:
@@ -382,7 +382,7 @@ class Tuned(nn.Module):
         return Scope(self.attached.passes, self, lambda: self.attached.assign(Use()))
 
     @explain_arguments
-    def rows(self, names: Sequence[str | Sequence[str] | None], *, head: str | None = None) -> Scope:
+    def rows(self, names: Sequence[str | Sequence[str] | None], *, head_of: str | None = None) -> Scope:
         """Give each row of a batch its own delta inside a `with` block, in training and in generation.
 
         It holds for the thread or asyncio task that enters the block; a pass in a thread that is in no block is an
@@ -394,7 +394,7 @@ class Tuned(nn.Module):
         Args:
             names: For each row of the batch the name of its delta, a list of several that act together as in `use`, or
                 None for the base model.
-            head: Of several that act together, the delta whose head answers.
+            head_of: Of several that act together, the delta whose head answers.
 
         Returns:
             A context manager, which gives the handle.
@@ -405,7 +405,7 @@ class Tuned(nn.Module):
                 and a backward pass outside the block, are errors too, when they run.
         """
         _ = self.model  # raises after detach() and merge()
-        return Scope(self.attached.passes, self, lambda: self.attached.assign_each_row(names, head))
+        return Scope(self.attached.passes, self, lambda: self.attached.assign_each_row(names, head_of))
 
     @explain_arguments
     def detach(self, name: str | None = None) -> PreTrainedModel:
@@ -427,7 +427,7 @@ class Tuned(nn.Module):
 
     @explain_arguments
     def merge(
-        self, name: str | Sequence[str] | None = None, *, head: str | None = None, dequantize: bool = False
+        self, name: str | Sequence[str] | None = None, *, head_of: str | None = None, dequantize: bool = False
     ) -> PreTrainedModel:
         """Fold a delta, or several, into the weights and detach everything, all other deltas included.
 
@@ -435,7 +435,7 @@ class Tuned(nn.Module):
 
         Args:
             name: The delta's name, or a list of names whose deltas act together as in `use`. Default: what is in use.
-            head: Of several, the delta whose head is kept.
+            head_of: Of several, the delta whose head is kept.
             dequantize: Put plain linears in floating point in place of all quantised ones, so that nothing is rounded.
 
         Returns:
@@ -446,7 +446,7 @@ class Tuned(nn.Module):
                 message names it. Or no delta has this name or none is in use, a weight cannot be quantised again,
                 weights are offloaded, or another thread or task is inside `rows()` or `disable()`. Nothing is changed.
         """
-        model, warning = self.attached.merge(name, head, dequantize)
+        model, warning = self.attached.merge(name, head_of, dequantize)
         if warning:
             warnings.warn(warning, stacklevel=3)
         return model
@@ -459,8 +459,8 @@ class Tuned(nn.Module):
         *,
         rank: int | None = None,
         how: How | None = None,
-        head: str | None = None,
-        mixing: Weights = "scalar",
+        head_of: str | None = None,
+        mixing: Weights | str = "scalar",
     ) -> Tuned:
         """Attach a weighted sum of deltas, or their average, as a new delta and put it in use.
 
@@ -477,10 +477,11 @@ class Tuned(nn.Module):
             rank: The rank of every linear's change, instead of an exact one: the best approximation of this rank, whose
                 loss is said in a warning. It makes a LoRA of any method that can be merged.
             how: `Ties`, `Dare` or `Magnitude`, which join the changes of each weight in another way than by adding.
-            head: The delta whose head it gets, or "average". Needed where several deltas have a head that trains.
+            head_of: The delta whose head it gets, or "average". Needed where several deltas have a head that trains.
             mixing: The weights of a mix: "scalar" (a number for each, 1/n at first), "softmax" (positive, in all 1),
-                "attention" (for each token), or "fusion" (the same of full width and with values, as in AdapterFusion).
-                Adapters of one activation can be mixed by the latter two.
+                "attention" (for each token), "fusion" (the same of full width and with values, as in AdapterFusion), or
+                "arrow" (nothing is trained: each token takes the three changes whose direction is nearest to it, or as
+                in "arrow(top_k=2, temperature=0.5)"). Adapters of one activation are mixed by attention or fusion.
 
         Returns:
             The handle itself.
@@ -490,7 +491,7 @@ class Tuned(nn.Module):
                 taken, a term cannot be expressed as weights (a prefix, an adapter), or the methods or labels of what is
                 averaged differ. Nothing is attached.
         """
-        combine(self.attached, expression, name, rank, how, head, mixing)
+        combine(self.attached, expression, name, rank, how, head_of, mixing)
         return self
 
     @explain_arguments

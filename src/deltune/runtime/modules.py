@@ -645,6 +645,15 @@ class Delta(nn.Module):
         return {name: saved.get(name, name not in frozen) for name in parameters}
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of the tasks that rows may have, in the order of their numbers; empty where there are not several.
+
+        Names that no run has written are the numbers themselves.
+        """
+        count = self.method.tasks
+        return tuple(self.trained.get("tasks") or map(str, range(count))) if count > 1 else ()
+
+    @property
     def owned_tensors(self) -> tuple[str, ...]:
         """Names of the model's tensors that this delta has values of its own for."""
         return tuple(dict.fromkeys((*self.selected, *self.head)))

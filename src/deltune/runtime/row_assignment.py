@@ -569,11 +569,11 @@ def head_of(names: tuple[str, ...], deltas: Mapping[str, Delta], head: str | Non
     having = [name for name in names if deltas[name].head]
     candidates = [name for name in having if deltas[name].head_mode == "train"] or having
     if head is not None and head not in having:
-        raise DeltuneError(f"head={excerpt(head)}: it is the head of one of {', '.join(having) or 'no delta here'}")
+        raise DeltuneError(f"head_of={excerpt(head)}: it is the head of one of {', '.join(having) or 'no delta here'}")
     if head is None and len(candidates) > 1:
         raise DeltuneError(
-            f"{' and '.join(map(repr, candidates))} each have a head, and one can answer: name it, as in "
-            f"head={candidates[0]!r}"
+            f"{' and '.join(map(repr, candidates))} each have a head, and one can answer: name it, "
+            f"head_of={candidates[0]!r} (deltune combine … --head-of {candidates[0]})"
         )
     return head or next(iter(candidates), None)
 

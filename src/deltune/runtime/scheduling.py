@@ -11,7 +11,7 @@ from torch import nn
 
 from ..compat import buffers_of, hooks_of_tensor, parameters_of, tensor_version
 from ..errors import DeltuneError
-from ..methods.schedules import RankSchedule, Schedule
+from ..methods.schedules import Allocation, ClusterSchedule, RankSchedule, Schedule
 
 NEVER_ADVANCED = (
     "call tuned.advance((step + 1) / steps) after optimizer.step(), like PEFT's update_and_allocate (in a Trainer, "
@@ -49,10 +49,11 @@ class _PenaltyGradient:
         first = next(iter(self.state.parameters_at(0).items()))
         if key == (0, first[0]):
             self.state.watch_of_advance.see_step(first[1])
-        if key not in self.state.missing:
-            return gradient
-        self.state.missing.discard(key)
-        return gradient + self.state.penalty_gradient(*key)
+        if key in self.state.missing:
+            self.state.missing.discard(key)
+            gradient = gradient + self.state.penalty_gradient(*key)
+        frozen = self.state.frozen_rows(*key)
+        return gradient if frozen is None else gradient.masked_fill(frozen, 0)
 
 
 class ScheduleState(nn.Module):
@@ -77,14 +78,15 @@ class ScheduleState(nn.Module):
         self.watch_of_advance = AdvanceWatch()
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("is_final", torch.zeros((), dtype=torch.bool))
-        if isinstance(schedule, RankSchedule):
+        if isinstance(schedule, Allocation):
+            buffers = ("sensitivity", "variation", *(["frozen"] if isinstance(schedule, ClusterSchedule) else []))
             for number, edit in enumerate(edits):
-                shapes = {name: edit.get_parameter(name).shape for name in schedule.axes}
-                for name, shape in shapes.items():
-                    for average in ("sensitivity", "variation"):
-                        self.register_buffer(f"{average}_{number}_{name}", torch.zeros(shape))
-                first = shapes[next(iter(schedule.axes))]
-                self.register_buffer(f"kept_{number}", torch.ones(first, dtype=torch.bool))
+                for name in schedule.axes:
+                    for buffer in buffers:
+                        self.register_buffer(f"{buffer}_{number}_{name}", torch.zeros(edit.get_parameter(name).shape))
+                first, axis = next(iter(schedule.axes.items()))
+                units = edit.get_parameter(first).shape[axis]
+                self.register_buffer(f"kept_{number}", torch.ones(units, dtype=torch.bool))
         self._expect_penalties()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -137,6 +139,49 @@ class ScheduleState(nn.Module):
                 self.schedule.project(self.parameters_at(number))
             if isinstance(self.schedule, RankSchedule):
                 self._allocate(self.schedule, share)
+            elif isinstance(self.schedule, ClusterSchedule):
+                self._freeze(self.schedule, share)
+
+    def frozen_rows(self, number: int, name: str) -> torch.Tensor | None:
+        """Return which rows of a parameter do not train any more, as its shape with axes of 1; None: all train."""
+        kept = buffers_of(self).get(f"kept_{number}")
+        if not isinstance(self.schedule, ClusterSchedule) or kept is None or bool(kept.all()):
+            return None
+        frozen = ~kept[self.schedule.units(name, self._tensors_at(number))]
+        return frozen.view(-1, *(1,) * (self.parameters_at(number)[name].dim() - 1))
+
+    def _tensors_at(self, number: int) -> dict[str, torch.Tensor]:
+        edit = self.edits[number]
+        return {n: t for n, t in (*parameters_of(edit).items(), *buffers_of(edit).items()) if t is not None}
+
+    def _freeze(self, schedule: ClusterSchedule, share: float) -> None:
+        """Leave the clusters that do not train as they were, and from time to time choose more of them."""
+        values: list[tuple[nn.Parameter, Any, torch.Tensor | None]] = [
+            (parameter, buffers_of(self)[f"frozen_{number}_{name}"], self.frozen_rows(number, name))
+            for number in range(len(self.edits))
+            for name, parameter in self.parameters_at(number).items()
+        ]
+        for parameter, before, frozen in values:
+            if frozen is not None:
+                parameter.copy_(torch.where(frozen, before, parameter))
+        if schedule.is_before(share, schedule.start) or schedule.is_before(schedule.stop, share):
+            return
+        self._average(schedule)
+        if self.steps % schedule.every:
+            return
+        scores = [self._scores(schedule, number) for number in range(len(self.edits))]
+        masks: list[Any] = [buffers_of(self)[f"kept_{number}"] for number in range(len(self.edits))]
+        every, kept = torch.cat(scores), torch.cat(masks)
+        left = schedule.left(share, len(every), schedule.target, schedule.exponent)
+        if left < int(kept.sum()):
+            kept &= every > every[kept].topk(left).values[-1]
+        for mask, part in zip(masks, kept.split([len(mask) for mask in masks]), strict=True):
+            mask.copy_(part)
+        for parameter, before, _ in values:
+            before.copy_(parameter)
+        for name, buffer in self.named_buffers():
+            if name.startswith(("sensitivity_", "variation_")):
+                buffer.zero_()
 
     def _allocate(self, schedule: RankSchedule, share: float) -> None:
         buffers = buffers_of(self)
@@ -151,7 +196,7 @@ class ScheduleState(nn.Module):
         if not waits:
             scores = [self._scores(schedule, number) for number in range(len(self.edits))]
             total = sum(map(len, scores))
-            best = torch.cat(scores).topk(schedule.budget(share, total, len(scores))).indices
+            best = torch.cat(scores).topk(schedule.left(share, total, schedule.target * len(scores))).indices
             chosen = torch.zeros(total, dtype=torch.bool, device=best.device)
             chosen[best] = True
             for mask, part in zip(kept, chosen.split([len(s) for s in scores]), strict=True):
@@ -160,7 +205,7 @@ class ScheduleState(nn.Module):
             for value, mask in zip(values, kept, strict=True):
                 value.mul_(mask)
 
-    def _average(self, schedule: RankSchedule) -> None:
+    def _average(self, schedule: Allocation) -> None:
         """Take the step into the averages."""
         buffers = buffers_of(self)
         for number in range(len(self.edits)):
@@ -175,17 +220,16 @@ class ScheduleState(nn.Module):
                 mean, variation = buffers[f"sensitivity_{number}_{name}"], buffers[f"variation_{number}_{name}"]
                 assert mean is not None and variation is not None
                 now = (parameter * parameter.grad).abs()
+                before = mean.clone() if schedule.variation_first else mean
                 mean.mul_(schedule.beta1).add_(now, alpha=1 - schedule.beta1)
-                variation.mul_(schedule.beta2).add_((now - mean).abs(), alpha=1 - schedule.beta2)
+                variation.mul_(schedule.beta2).add_((now - before).abs(), alpha=1 - schedule.beta2)
 
-    def _scores(self, schedule: RankSchedule, number: int) -> torch.Tensor:
-        """Return the importance of each rank of a place."""
-        buffers, means = buffers_of(self), []
-        for name, axis in schedule.axes.items():
-            mean, variation = buffers[f"sensitivity_{number}_{name}"], buffers[f"variation_{number}_{name}"]
-            assert mean is not None and variation is not None
-            means.append((mean * variation).movedim(axis, 0).flatten(1).mean(1) if mean.dim() > 1 else mean * variation)
-        return torch.stack(means).sum(0)
+    def _scores(self, schedule: Allocation, number: int) -> torch.Tensor:
+        """Return how much each unit of a place matters."""
+        buffers: Any = buffers_of(self)
+        places = {name: f"{number}_{name}" for name in schedule.axes}
+        importance = {n: buffers[f"sensitivity_{p}"] * buffers[f"variation_{p}"] for n, p in places.items()}
+        return schedule.scores(importance, self._tensors_at(number))
 
     def ranks(self) -> list[torch.Tensor]:
         """Return which ranks of each edit are left once they are final; nothing before, and where nothing allocates."""

@@ -28,7 +28,6 @@ from ..compat import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    argument_names,
     auto_class_mapping,
     buffers_of,
     changes_inputs,
@@ -89,7 +88,7 @@ class StepMemory:
         return self.weights + self.delta + self.optimizer + self.step
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all values, as `deltune count --memory --json` prints them.
+        """Return all values, as `deltune count --step-memory --json` prints them.
 
         Returns:
             A dictionary with a key for each attribute, "step" and "total", in bytes.
@@ -123,7 +122,7 @@ class StepMemory:
 class StepTracker(TorchDispatchMode):
     """Records what the operations of a training step allocate and give back, while it is entered.
 
-    Memory that one operation takes and gives back inside itself is not seen, but for the chunks of logits.
+    Memory that one operation takes and gives back inside itself is not seen.
     """
 
     def __init__(self, model: PreTrainedModel, anatomy: Anatomy, without_numbers: FakeTensorMode | None = None) -> None:
@@ -170,8 +169,6 @@ class StepTracker(TorchDispatchMode):
         inputs = list(tensors_in((args, kwargs)))
         for tensor in inputs:
             self._see(tensor, new=False)
-        if (chunk := _chunk_of_logits(func, args)) > 0:
-            self._change(self._number(chunk), -1)
         out = self._run(func, args, kwargs, inputs)
         for tensor in tensors_in(out):
             self._see(tensor, new=True)
@@ -272,21 +269,12 @@ def _grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return product.to(first.dtype)
 
 
-def _chunk_of_logits(func: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that torch's own loss without logits takes inside itself; 0 for other operations."""
-    if "linear_cross_entropy" not in operation_name(func):
-        return 0
-    values = dict(zip(argument_names(func), args, strict=False))
-    size, weight = values.get("batch_chunk_size"), values.get("linear_weight")
-    return size * weight.shape[0] * weight.element_size() if size and weight is not None else 0
-
-
 @explain_arguments
 def step_memory(
     config: PreTrainedConfig,
     method: str | Method,
-    rows: int = 32,
-    length: int = 128,
+    batch_size: int = 32,
+    max_length: int = 128,
     precision: str = "fp32",
     optimizer: str = "adamw",
     activation_checkpointing: str = "off",
@@ -299,8 +287,8 @@ def step_memory(
     Args:
         config: The model's configuration.
         method: An expression such as "lora(rank=8)", or a method.
-        rows: Rows at a time on a device.
-        length: Tokens of a row, padding included; of an encoder-decoder also tokens of a target.
+        batch_size: Rows at a time on a device.
+        max_length: Tokens of a row, padding included; of an encoder-decoder also tokens of a target.
         precision: "fp32", or "bf16" by autocast.
         optimizer: "adamw", "adamw_8bit" or "paged_adamw_8bit".
         activation_checkpointing: Which layers compute their activations again: "off", "half" or "on".
@@ -316,15 +304,15 @@ def step_memory(
     check_choice("optimizer", optimizer, OPTIMIZERS)
     check_choice("precision", precision, ("fp32", "bf16"))
     check_choice("activation_checkpointing", activation_checkpointing, CHECKPOINTING)
-    if min(rows, length) < 1:
-        raise DeltuneError(f"rows={rows}, length={length}: both are at least 1")
+    if min(batch_size, max_length) < 1:
+        raise DeltuneError(f"batch_size={batch_size}, max_length={max_length}: both are at least 1")
     model, head = _text_model(config)
     if every := CHECKPOINTING[activation_checkpointing]:
         checkpoint_activations(model, every)
     tuned = attach(model.train(), method)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     _remove_numbers(model, mode)
-    batch = _batch(config, rows, length, head)
+    batch = _batch(config, batch_size, max_length, head)
     trained = list(tuned.trainable_parameters())
     step = torch.optim.AdamW(trained)
 
@@ -332,15 +320,14 @@ def step_memory(
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             return model(**batch).loss if head == "classification" else causal_loss(model, batch)
 
-    takes_logits = language_head(model).plain
     for _ in range(2):
-        before = len(takes_logits)
+        before = len(language_head(model).reasons)
         with StepTracker(model, tuned.anatomy, mode) as tracker:
             loss().backward()
             if optimizer == "adamw":
                 step.step()
         memory = tracker.peak(step)
-        if len(takes_logits) == before:
+        if len(language_head(model).reasons) == before:
             break
         step.zero_grad()  # the first loss was computed both ways, and the others will not be
     if optimizer != "adamw":

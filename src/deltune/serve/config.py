@@ -49,17 +49,19 @@ Rate = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**12, allow_inf_nan=False)
 class ModelSection(Section):
     """The frozen model that all deltas share."""
 
-    name: str = Field(min_length=1, description="hub id, folder or minilm", json_schema_extra={"common": True})
+    name: str = Field(
+        min_length=1, description="the base model: hub id, folder or minilm", json_schema_extra={"common": True}
+    )
     served_name: str | None = option(
         None, "what clients call the base model [the last part of its name]", common=True, min_length=1, max_length=200
     )
-    head: Literal["auto", "causal-lm", "seq2seq-lm", "classification", "tagging", "base"] = option(
-        "auto", "the head that the base model is loaded with; auto: what the checkpoint was saved with"
+    kind: Literal["auto", "causal-lm", "seq2seq-lm", "classification", "tagging", "base"] = option(
+        "auto", "the head of the model: classification, tagging, base, causal-lm or seq2seq-lm [auto: as saved]"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "type of the weights; auto: as they are stored"
     )
-    device: str = option("auto", "auto (an accelerator where there is one), cpu, cuda, cuda:1 or mps", common=True)
+    device: str = option("auto", "auto (an accelerator where there is one), cpu, cuda, cuda:1, mps", common=True)
 
 
 class DeltasSection(Section):
@@ -88,7 +90,9 @@ class BatchingSection(Section):
     max_wait: Duration = option(0.005, "seconds that a first request waits for others")
     max_queue: Size = option(1024, "inputs that may wait in all", common=True)
     max_queue_per_tenant: Size = option(256, "inputs of one tenant that may wait", common=True)
-    max_length: Size | None = option(None, "tokens of a request, its answer included [what the model can]", common=True)
+    max_request_tokens: Size | None = option(
+        None, "tokens of a request, its answer included, at most [what the model can]", common=True
+    )
     prompt_cache: BytesOrNone = option(64 << 20, "memory for beginnings of prompts, such as 64MiB; 0: none")
 
 
@@ -101,7 +105,7 @@ class HttpSection(Section):
     )
     keys: str | None = option(None, "file of API keys (deltune serve-key) [none: everybody may ask]", common=True)
     manage: bool | None = option(
-        None, "without keys: whether requests may load and unload deltas [only on a local address]", common=True
+        None, "whether requests may load and unload deltas [without keys, on a local address]", common=True
     )
     page: bool = option(True, "show a page about the server at /", common=True)
     ssl_certfile: str | None = option(None, "certificate, for HTTPS")
@@ -124,7 +128,7 @@ class LimitsSection(Section):
         ge=1,
         le=MAX_INPUTS,
     )
-    max_tokens: Size = option(4096, "tokens that one input may ask for", common=True)
+    max_tokens: Size = option(4096, "tokens of a generated answer, at most", common=True)
     default_max_tokens: Size = option(256, "tokens of a chat's answer where the request does not say", common=True)
     timeout: Seconds = option(300.0, "seconds for the answer to a request", common=True)
     header_timeout: Seconds = option(
@@ -132,8 +136,10 @@ class LimitsSection(Section):
     )
     body_timeout: Seconds = option(30.0, "seconds in which a client must have sent its request", common=True)
     send_timeout: Seconds = option(60.0, "seconds in which a client must take the next part of a stream")
-    requests_per_minute: Rate | None = option(None, "of each tenant [no limit]", common=True)
-    tokens_per_minute: Rate | None = option(None, "read and generated, of each tenant [no limit]", common=True)
+    requests_per_minute: Rate | None = option(None, "requests of a tenant in a minute, at most [no limit]", common=True)
+    tokens_per_minute: Rate | None = option(
+        None, "tokens of a tenant in a minute, read and generated, at most [no limit]", common=True
+    )
 
 
 class LogSection(Section):
@@ -146,7 +152,7 @@ class LogSection(Section):
 class RaySection(Section):
     """Replicas on Ray Serve."""
 
-    ray: bool = option(False, "run replicas of the model on a Ray cluster", common=True)
+    ray: bool = option(False, "run on a Ray cluster", common=True)
     replicas: Size = option(1, "replicas at the start and at least", common=True)
     max_replicas: Size | None = option(None, "replicas at most, by load [as many as at the start]", common=True)
     cpus: Rate = option(1.0, "cores of a replica", common=True)

@@ -23,14 +23,13 @@ def load_server(config: ServeConfig) -> Server:
     from ..models import load_with_tokenizer
     from .engine.server import Server
 
-    head, dtype = (None if value == "auto" else value for value in (config.model.head, config.model.dtype))
+    head, dtype = (None if value == "auto" else value for value in (config.model.kind, config.model.dtype))
     model, tokenizer = load_with_tokenizer(config.model.name, head, dtype)
     device = config.model.device
     if device == "auto":
         device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
     nn.Module.to(model, torch.device(device)).eval()  # transformers' own `to` is typed without a device
     options = config.batching.model_dump() | config.deltas.model_dump(exclude={"folder"})
-    options["prompt_cache_bytes"] = options.pop("prompt_cache")
     options["watch"] = options["watch"] or None
     set_options = {name: value for name, value in options.items() if value is not None}
     return Server(model, tokenizer, deltas=folder, **set_options)

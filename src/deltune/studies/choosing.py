@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import shlex
+import shutil
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -190,9 +191,15 @@ def choose(
         DeltuneError: No candidate keeps the limits, the data cannot decide, or the folder has another search.
     """
     search = _Search(model, data, Path(output), budget, memory, minutes, mergeable, space, options)
+    is_new = not search.folder.exists()
     search.folder.mkdir(parents=True, exist_ok=True)
-    with file_lock(search.folder / "choose.lock"):
-        return search.run()
+    try:
+        with file_lock(search.folder / "choose.lock"):
+            return search.run()
+    except DeltuneError:
+        if is_new and not (search.folder / "candidates.json").exists():  # refused before anything was kept
+            shutil.rmtree(search.folder)
+        raise
 
 
 class _Search:

@@ -1,4 +1,4 @@
-"""Studies of our own: the default learning rates, and whether choosing a method pays.
+"""Studies of our own: default learning rates, whether choosing a method pays, structure and sites at equal size.
 
 docs/studies/plan.md registers them: what is run, in which order, and what is left out first. Both read the same runs
 where their cells are the same, since a job is found by what it is.
@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from .report.figure_spec import TableSpec
-from .scales import BUNDLED_MODEL, SEEDS, StudySetup, cross_product, join_plans, method_variants
-from .study import CellPlan, Study
+from .scales import BUNDLED_MODEL, SEEDS, StudySetup, Variant, cross_product, join_plans, method_variants
+from .study import SEED_PLACEHOLDER, CellPlan, Study
 
 ENCODER, BART = "minilm-d128", "g2p-en-us-bart"
 
@@ -108,10 +108,55 @@ def choose(setup: StudySetup) -> Study:
     )
 
 
+def structure(setup: StudySetup) -> Study:
+    """Return the study of structure at equal numbers of parameters: random masks over a sum, and its terms."""
+    pool = "lora(rank=8) + layernorm + bitfit(which='attention')"
+    counts = {"minilm-d128": 1280, "minilm-d192": 2688, "minilm-d256": 4608, BUNDLED_MODEL: 9984}  # of tuned norms
+    plans = []
+    for model, n in counts.items():
+        drawn = f"apet({pool}, parameters={n}, pattern='uniform', seed={SEED_PLACEHOLDER})"
+        methods = {"lora": "lora(rank=1)", "layernorm": "layernorm", "bitfit": "bitfit(which='attention')"}
+        plans += [
+            cross_product(
+                setup, "own/structure", {model: model}, (task,), method_variants({**methods, "mask": drawn}),
+                {**SLICES.get(task, SLICES["sentences"]), **LONG},
+            )
+            for task in ("sst2", "conll04")
+        ]  # fmt: skip
+    return _registered("own/structure", join_plans(*plans), "method")
+
+
+def sites(setup: StudySetup) -> Study:
+    """Return the factorial of depth and site: LoRA with 15,360 to 16,384 scalars in one half of the layers."""
+    variants = [
+        Variant({"depth": half, "site": site}, {"method": f"lora(rank={rank}, at={at!r}, layers={half!r})"})
+        for half in ("lower half", "upper half")
+        for site, rank, at in (("attention", 8, ("query", "value")), ("ffn", 3, "ffn"))
+    ]
+    plans = [
+        cross_product(setup, "own/sites", {"minilm-d256": "minilm-d256"}, (task,), variants,
+                      {**SLICES.get(task, SLICES["sentences"]), **LONG})
+        for task in ("sst2", "conll04")
+    ]  # fmt: skip
+    return _registered("own/sites", join_plans(*plans), "site")
+
+
+def _registered(name: str, plan_cells: CellPlan, rows: str) -> Study:
+    """Return a study that docs/studies/plan.md registers, with its table of scores."""
+    columns = ("task", "depth") if rows == "site" else ("task",)
+    view = TableSpec(title="Scores", groups="model", rows=rows, columns=columns, metric=METRIC)
+    note = "docs/studies/plan.md says what is compared, and which differences its seeds decide."
+    return Study(name, OWN_QUESTIONS[name], plan_cells, (view,), METRIC, note)
+
+
 METRIC = ("exact", "entity_f1", "accuracy")
 OWN_QUESTIONS: Mapping[str, str] = {
     "own/defaults": "At which learning rate does each method do best, and how far below it is its default?",
     "own/choose": "Does choosing a method pay once the learning rate is chosen?",
+    "own/structure": "Does structure matter once the number of parameters is equal?",
+    "own/sites": "At one number of parameters, do depth and site matter, and does one depend on the other?",
 }
-OWN_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {"own/defaults": defaults, "own/choose": choose}
+OWN_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {
+    "own/defaults": defaults, "own/choose": choose, "own/structure": structure, "own/sites": sites,
+}  # fmt: skip
 """Name -> the function that builds the study; these are run by name and are no part of `all`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from ..errors import DeltuneError, check_booleans, error_from_problems, unknown_
 from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
-from .claims.selectors import FLOOR
+from .claims.selectors import EDGE, FLOOR
 from .jobs.job import Cell, Roots, probe_job, untuned_job
 from .jobs.store import JobRecord
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, labels_without_seed, plan_sweep
@@ -69,56 +70,79 @@ steps, and small models bear it. Accuracy in %, SICK / SST-2, at the rate taken 
 56.4 is SICK's largest class: there prefix and three_vectors learn nothing at any rate that was tried.
 """
 
-LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
+LADDER = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
 """The learning rates that small scale chooses from, ascending."""
-STEPS = (0, -1, -2, 1)
-"""Places on the ladder, seen from a method's usual rate, that are tried; of equally good ones the first is taken."""
-
-
-WHOLE_LADDER = (1e-5, 3e-5, *LADDER, 3e-1, 1.0)
 START = range(4, 8)
-"""Where the studies of our own start on the whole ladder, for every method: 1e-3, 3e-3, 1e-2 and 3e-2."""
+"""Where the studies of our own start on the ladder, for every method: 1e-3, 3e-3, 1e-2 and 3e-2."""
+REACH = (-4, 3)
+"""How far down and up the ladder the papers' studies may go from a method's usual rate."""
+FIRST_RATES = tuple(step - REACH[0] for step in (0, -1, -2, 1))
+"""Where they start among the rates within reach; of equally good ones the first is taken."""
 
 
-def widened(start: range, end: int, quality: Mapping[int, float]) -> range:
+def widened(tried: range, end: int, quality: Callable[[int], float | None]) -> range:
     """Return the places on a ladder to try: the first ones, and further ones while the best is at an edge."""
-    tried = start
-    while all(place in quality for place in tried):
+    while None not in (known := [quality(place) for place in tried]):
         middle = (tried.start + tried.stop - 1) / 2
-        best = max(tried, key=lambda place: (quality[place], -abs(place - middle)))
-        if tried.start > 0 and (best == tried.start or quality[best] == float("-inf")):
-            tried = range(tried.start - 1, tried.stop)
-        elif tried.stop < end and best == tried.stop - 1:
-            tried = range(tried.start, tried.stop + 1)
-        else:
+        of_place = dict(zip(tried, (value for value in known if value is not None), strict=True))
+        best = max(tried, key=lambda place: (of_place[place], -abs(place - middle)))
+        wider = _beyond(tried, tried.start if of_place[best] == float("-inf") else best, end)
+        if wider == tried:
             break
+        tried = wider
     return tried
 
 
+def _beyond(tried: range, best: int, end: int) -> range:
+    """Return the places that were tried, and the next one if the best is at their edge and the ladder goes on."""
+    if best == tried.start and best > 0:
+        return range(tried.start - 1, tried.stop)
+    return range(tried.start, tried.stop + (best == tried.stop - 1 and tried.stop < end))
+
+
 def rates_to_try(usual: float) -> list[float]:
-    """Return the learning rates to try for a method, its usual one first."""
-    place = LADDER.index(usual)
-    return [LADDER[place + step] for step in STEPS]
+    """Return the learning rates within reach of a method's usual one, ascending."""
+    place, (down, up) = LADDER.index(usual), REACH
+    return list(LADDER[place + down : place + up + 1])
 
 
-def choose_rates(plans: Sequence[CellPlan], start: range | None = None, judges: int = 2) -> CellPlan:
+@check_booleans
+def choose_rates(
+    plans: Sequence[CellPlan], start: Sequence[int] = (), judges: int = 2, *, waits: bool = True
+) -> CellPlan:
     """Return the cells of several plans that differ in the learning rate alone, each cell with the best rate.
 
-    Every rate is tried under the first seed, and the two that validate best under further ones, `judges` in all. The
-    cells have no job until all of these runs have ended; then they take the rate that validated best in the mean. A
-    run that diverged is worse than any other. There is a plan for each rate, in order of preference, or ascending if
-    they `start` in the middle and are `widened`; their cells are the same, in the same order.
+    There is a plan for each rate, ascending; their cells are the same, in the same order. The rates at the places in
+    `start` (default: all) are tried under the first seed. The two that validate best are tried under further seeds,
+    `judges` in all, and the best in the mean is taken. While the best under the first seed, or the one that is taken,
+    is the lowest or the highest that was tried, the next one is tried too. A run that diverged is worse than any
+    other; of equally good rates the first of `start` is taken.
+
+    The cells have no job until all of these runs have ended. Unless it `waits`, a cell has the best rate of those that
+    have ended, as long as they are at least those of `start`. The cell's extra says under `EDGE` whether the rate is at
+    the edge of what was tried.
     """
     if len(plans) == 1:
         return plans[0]
+    first = tuple(start) or tuple(range(len(plans)))
+    order = (*first, *(place for place in range(len(plans)) if place not in first))
 
     def plan_cells(records: Records) -> list[PlannedCell]:
-        choices = list(zip(*(plan(records) for plan in plans), strict=True))
+        @cache
+        def at(place: int) -> Sequence[PlannedCell]:
+            return plans[place](records)
+
+        def of_seed(i: int) -> Choice:
+            return lambda place: at(place)[i]
+
         seeds: dict[tuple[object, ...], list[Choice]] = {}
-        for choice in choices:
-            seeds.setdefault(labels_without_seed(choice[0].cell), []).append(_numbered(choice))
-        chosen = {labels: _choose(of_seeds[:judges], records, start) for labels, of_seeds in seeds.items()}
-        return [chosen[labels_without_seed(choice[0].cell)].of(choice) for choice in choices]
+        for i, one in enumerate(at(first[0])):
+            seeds.setdefault(labels_without_seed(one.cell), []).append(of_seed(i))
+        chosen = {
+            labels: _choose(choices[:judges], records, order, range(min(first), max(first) + 1), waits)
+            for labels, choices in seeds.items()
+        }
+        return [chosen[labels_without_seed(one.cell)].of(of_seed(i), first[0]) for i, one in enumerate(at(first[0]))]
 
     return plan_cells
 
@@ -130,76 +154,98 @@ def grid_of_rates(plans: Sequence[CellPlan], start: range, rates: Sequence[float
     """
 
     def plan_cells(records: Records) -> list[PlannedCell]:
-        seeds: dict[tuple[object, ...], list[Choice]] = {}
+        seeds: dict[tuple[object, ...], list[tuple[PlannedCell, ...]]] = {}
         for choice in zip(*(plan(records) for plan in plans), strict=True):
             seeds.setdefault(labels_without_seed(choice[0].cell), []).append(choice)
         return [
             replace(choice[place], cell={**choice[place].cell, "rate": f"{rates[place]:g}"})
             for of_seeds in seeds.values()
-            for place in widened(start, len(plans), _qualities(of_seeds[0], range(len(plans)), records))
+            for place in widened(start, len(plans), partial(_quality, of_seeds[0].__getitem__, records))
             for choice in of_seeds
         ]
 
     return plan_cells
 
 
-def _qualities(choice: Choice, places: Iterable[int], records: Records) -> dict[int, float]:
-    """Return how well the rates at these places validated, of the runs that have ended; one that failed is worst."""
-    ended = {place: records.get(job.name) for place in places if (job := choice[place].job) is not None}
-    return {
-        place: float("-inf") if record.result is None else Best(**record.result["best"]).quality
-        for place, record in ended.items()
-        if record is not None
-    }
+Choice = Callable[[int], PlannedCell]
+"""Place on the ladder -> the cell of one seed at this rate."""
 
 
-Choice = tuple[PlannedCell, ...]
-"""The cell of one seed at each rate."""
+def _quality(choice: Choice, records: Records, place: int) -> float | None:
+    """Return how well a rate validated; −∞ if its run failed, None if it has not ended."""
+    job = choice(place).job
+    record = None if job is None else records.get(job.name)
+    if record is None:
+        return None
+    return float("-inf") if record.result is None else Best(**record.result["best"]).quality
 
 
 @dataclass(frozen=True)
 class ChosenRate:
     """The rate that the cells of a method on a model and task have, as far as it is known.
 
-    `tries` are the cells whose jobs determine it; it is `lost` if it will never be known.
+    `tries` are the cells whose jobs determine it; it is `lost` if it will never be known; `at_edge` says whether no
+    lower or no higher rate was tried.
     """
 
-    tries: Choice
-    number: int | None = None
+    tries: tuple[PlannedCell, ...]
+    place: int | None = None
     why: str = PlannedCell.why
     lost: bool = field(default=False, kw_only=True)
+    at_edge: bool = field(default=False, kw_only=True)
 
-    def of(self, choice: Choice) -> PlannedCell:
-        """Return the cell of a seed."""
-        if self.number is None:
-            return replace(choice[0], job=None, tries=self.tries, why=self.why, lost=self.lost)
-        return replace(choice[self.number], tries=self.tries)
-
-
-def _numbered(choice: Choice) -> Choice:
-    return tuple(replace(one, cell={**one.cell, "try": number}) for number, one in enumerate(choice, 1))
+    def of(self, choice: Choice, first: int) -> PlannedCell:
+        """Return the cell of a seed; without a job, by the `first` place, as long as no rate is chosen."""
+        if self.place is None:
+            return replace(choice(first), job=None, tries=self.tries, why=self.why, lost=self.lost)
+        planned = choice(self.place)
+        return replace(planned, tries=self.tries, extra={**planned.extra, EDGE: self.at_edge})
 
 
-def _choose(of_seeds: Sequence[Choice], records: Records, start: range | None) -> ChosenRate:
-    """Return the rate that validated best, or which tries have not ended, or why there is none."""
-    first, end = of_seeds[0], len(of_seeds[0])
-    left = list(range(end)) if start is None else list(widened(start, end, _qualities(first, range(end), records)))
-    tries: Choice = ()
-    totals = [0.0] * end
+def _choose(
+    of_seeds: Sequence[Choice], records: Records, order: Sequence[int], first: range, waits: bool
+) -> ChosenRate:
+    """Return the rate that is best inside what was tried, or which tries have not ended, or why there is none."""
+    tried, end, settled = first, len(order), None
+    while True:
+        tried = widened(tried, end, partial(_quality, of_seeds[0], records))
+        chosen = _best_of(of_seeds, records, order, tried)
+        if chosen.place is None and not waits and not chosen.lost:
+            ended = [place for place in tried if _quality(of_seeds[0], records, place) is not None]
+            if set(first) <= set(ended) < set(tried):
+                settled = _best_of(of_seeds, records, order, range(min(ended), max(ended) + 1))
+            if settled is not None and settled.place is not None:
+                return replace(settled, tries=(*settled.tries, *chosen.tries), at_edge=True)
+        if chosen.place is None:
+            return chosen
+        wider = _beyond(tried, chosen.place, end)
+        if wider == tried:
+            return replace(chosen, at_edge=chosen.place in (tried.start, tried.stop - 1))
+        tried, settled = wider, chosen
+
+
+def _best_of(of_seeds: Sequence[Choice], records: Records, order: Sequence[int], tried: range) -> ChosenRate:
+    """Return the rate that validated best in the mean over seeds, of those that are tried."""
+    left = [place for place in order if place in tried]
+    tries: list[PlannedCell] = []
+    totals = [0.0] * len(order)
     for choice in of_seeds:
-        tries = (*tries, *(choice[place] for place in left))
-        quality = _qualities(choice, left, records)
-        if len(quality) < len(left):
-            return ChosenRate(tries)
-        failed = [record for place in left if (record := _record(choice[place], records)).result is None]
+        runs = {place: replace(one, cell={**one.cell, "try": order.index(place) + 1}) for place, one in
+                ((place, choice(place)) for place in left)}  # fmt: skip
+        tries += runs.values()
+        quality = {place: _quality(choice, records, place) for place in left}
+        if None in quality.values():
+            return ChosenRate(tuple(tries))
+        failed = [record for planned in runs.values() if (record := _record(planned, records)).result is None]
         if broken := [record.error for record in failed if record.error_kind != "diverged"]:
-            return ChosenRate(tries, why=f"a run that tries a learning rate failed: {broken[0]}", lost=True)
+            return ChosenRate(tuple(tries), why=f"a run that tries a learning rate failed: {broken[0]}", lost=True)
         for place in left:
-            totals[place] += quality[place]
+            totals[place] += quality[place] or 0.0
         if max(totals[place] for place in left) == float("-inf"):
-            return ChosenRate(tries, why=f"training diverged at every learning rate: {failed[0].error}", lost=True)
+            why = f"training diverged at every learning rate: {failed[0].error}"
+            return ChosenRate(tuple(tries), why=why, lost=True)
         left = finalists(totals, left)
-    return ChosenRate(tries, left[0])
+    return ChosenRate(tuple(tries), left[0])
 
 
 def _record(planned: PlannedCell, records: Records) -> JobRecord:
@@ -259,13 +305,17 @@ class StudySetup:
         return {"task": name, **precision, **(SMALL_TASK_OPTIONS.get(name, {}) if self.small else {})}
 
     def rates(self, method: str | Method) -> list[Values]:
-        """Return the learning rates that a method's runs try, as fields of a spec.
+        """Return the learning rates that a method's runs may try, ascending, as fields of a spec.
 
         At paper scale that is no field, since the protocol has the rate.
         """
         if not self.small:
             return [{}]
         return [{"lr": rate} for rate in rates_to_try(small_scale_rate(method))]
+
+    def rate(self, method: str | Method) -> Values:
+        """Return a method's usual learning rate as a field of a spec; no field at paper scale."""
+        return {"lr": small_scale_rate(method)} if self.small else {}
 
     def check(self, models: Iterable[str], tasks: Iterable[str]) -> None:
         """Check that models and tasks are present at small scale."""
@@ -364,39 +414,46 @@ def cross_product(
 
     Small scale tries several learning rates for each model, task and variant, unless `options` have one. `options` win
     over the scale's, and `by_task` over both; `labels` are labels of every cell on further axes. Without
-    `search_rates` each variant has its usual rate. The whole ladder is climbed from START, by the same rule for every
-    method, to "choose" a rate by all seeds or for a "grid" with each rate as a label; otherwise a few STEPS from each
-    method's usual rate are tried.
+    `search_rates` each variant has its usual rate. A search begins at FIRST_RATES around each method's usual rate, or
+    at START to "choose" a rate by all seeds or for a "grid" with each rate as a label; whatever the method, it goes on
+    while the best rate is at an edge.
     """
     setup.check(models.values(), tasks)
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)
     options = {**(SMALL_OPTIONS if setup.small else {}), **(options or {})}
     rates: list[list[Values]] = [
-        [{"lr": rate} for rate in WHOLE_LADDER]
+        [{"lr": rate} for rate in LADDER]
         if ladder != "steps"
         else [{}]
         if "lr" in {**options, **variant.values}
-        else setup.rates(variant.values["method"])[: None if search_rates else 1]
+        else (setup.rates(variant.values["method"]) if search_rates else [setup.rate(variant.values["method"])])
         for variant in variants
     ]
-    sweeps = [
-        Sweep(
-            name=name,
-            models={label: {"model": model} for label, model in models.items()},
-            tasks={task: {**setup.task(task), **(by_task or {}).get(task, {})} for task in tasks},
-            methods={str(i): {**rate, **variant.values} for i, (rate, variant) in enumerate(pairs)},
-            seeds=seeds,
-            options=options,
-        )
-        for pairs in (zip(tried, variants, strict=True) for tried in zip(*rates, strict=True))
-    ]
-    plans = [plan_sweep(sweep, roots=setup.roots) for sweep in sweeps]
+
+    def lazily(pairs: Sequence[tuple[Values, Variant]]) -> CellPlan:
+        """Return the cells of a sweep that is made when they are first asked for: most rates are never tried."""
+
+        @cache
+        def plan() -> CellPlan:
+            sweep = Sweep(
+                name=name,
+                models={label: {"model": model} for label, model in models.items()},
+                tasks={task: {**setup.task(task), **(by_task or {}).get(task, {})} for task in tasks},
+                methods={str(i): {**rate, **variant.values} for i, (rate, variant) in enumerate(pairs)},
+                seeds=seeds,
+                options=options,
+            )
+            return plan_sweep(sweep, roots=setup.roots)
+
+        return lambda records: plan()(records)
+
+    plans = [lazily(tuple(zip(tried, variants, strict=True))) for tried in zip(*rates, strict=True)]
     if ladder == "grid":
-        plan_cells = grid_of_rates(plans, START, WHOLE_LADDER)
+        plan_cells = grid_of_rates(plans, START, LADDER)
     elif ladder == "choose":
-        plan_cells = choose_rates(plans, START, len(seeds))
+        plan_cells = choose_rates(plans, START, len(seeds), waits=setup.runs)
     else:
-        plan_cells = choose_rates(plans)
+        plan_cells = choose_rates(plans, FIRST_RATES if len(plans) > 1 else (), waits=setup.runs)
 
     def relabel(cell: Cell) -> Cell:
         """Replace the sweep's number of a variant by the variant's labels."""

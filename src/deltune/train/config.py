@@ -46,6 +46,7 @@ from .tasks.registry import TASKS
 
 SILENT = (
     "protocol", "report_to", "device_batch_size", "trunk_cache", "probe", "packing", "activation_checkpointing",
+    "use_liger_kernel", "attn_implementation",
 )  # fmt: skip
 """Flat names of the fields that cannot change the result, and so do not enter a run's name. A protocol counts by the
 values that it sets; the rows and the loss of a step are the same however it is cut into device batches and packed; the
@@ -98,12 +99,17 @@ class ModelSection(RunSection):
     """The pretrained model."""
 
     name: str = Field(
-        min_length=1, description="hub id, folder, or minilm (the packaged one)", json_schema_extra={"common": True}
+        min_length=1,
+        description="the base model: hub id, folder or minilm",
+        json_schema_extra={"common": True},
     )
     quantize: Quantization | None = option(
         None,
         "quantise the linears: nf4, int8, torchao-int8, … (extra quant)",
         common=True,
+    )
+    attn_implementation: Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3"] | None = option(
+        None, "how attentions are computed, as transformers names it [sdpa where the model has it]"
     )
 
 
@@ -112,19 +118,19 @@ class DataSection(RunSection):
 
     source: str | None = option(
         None,
-        "folder with train, validation and test files, a file, or a hub id; of several A=.7, repeatable",
+        "folder with train, validation and test files, a file, or a hub id [A=.7]",
         common=True,
         min_length=1,
     )
     task: str | None = option(
-        None, "known task (`deltune tasks`); beside --data its kind of task: tagging, language, …", common=True
+        None, "a known task (`deltune tasks`), or the kind of task of the data: tagging, …", common=True
     )
     data_root: str | None = option(None, "folder that holds the folders of known tasks", common=True)
     columns: Annotated[dict[str, str] | tuple[str, ...] | None, CommaSeparated] = option(
-        None, "which column is what: text=a,label=b [meta.json, else by their usual names]", common=True
+        None, "which column is what: text=a,label=b [by their usual names]", common=True
     )
     labels: Annotated[tuple[str, ...] | None, CommaSeparated] = option(
-        None, "label names in the order of their ids: a,b,c", common=True
+        None, "names of the labels, in the order of their ids: a,b,c", common=True
     )
     relabel: Annotated[dict[str, str] | None, CommaSeparated] = option(
         None, "new names of labels: a=x,b=x,c=y; several may become one"
@@ -203,13 +209,13 @@ class OptimSection(RunSection):
         False, "several texts in a row, none of which sees another; batch_size counts texts, as without", common=True
     )
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = option(
-        "adamw", "AdamW; adamw_8bit and paged_adamw_8bit by bitsandbytes keep its state in a quarter (extra quant)"
+        "adamw", "adamw, or by bitsandbytes adamw_8bit or paged_adamw_8bit [its state in a quarter; extra quant]"
     )
-    weight_decay: float = option(0.0, "of AdamW", ge=0, allow_inf_nan=False)
+    weight_decay: float = option(0.0, "weight decay of AdamW", ge=0, allow_inf_nan=False)
     clip: float = option(1.0, "greatest norm of the gradient; 0: no limit", ge=0, allow_inf_nan=False)
     label_smoothing: float = option(0.0, "share of every label that is spread over all labels", ge=0, lt=1)
-    adam_betas: Annotated[tuple[Beta, Beta], CommaSeparated] = option((0.9, 0.999), "of AdamW")
-    adam_epsilon: float = option(1e-8, "of AdamW", gt=0, allow_inf_nan=False)
+    adam_betas: Annotated[tuple[Beta, Beta], CommaSeparated] = option((0.9, 0.999), "betas of AdamW")
+    adam_epsilon: float = option(1e-8, "epsilon of AdamW", gt=0, allow_inf_nan=False)
 
     @property
     def rate(self) -> float:
@@ -257,8 +263,8 @@ def check_processes(kind: str, processes: int) -> None:
     """Refuse several processes for an objective that would learn something else in them."""
     if processes > 1 and kind in ALONE:
         raise DeltuneError(
-            f"--objective {kind}, {ALONE[kind]}, runs in one process and not in {processes}: leave --launch and "
-            "--devices N out (--device-batch-size cuts steps into smaller batches); dpo, orpo and reward run in several"
+            f"--objective {kind}, {ALONE[kind]}, runs in one process and not in {processes}: leave --launch "
+            "out (--device-batch-size cuts steps into smaller batches); dpo, orpo and reward run in several"
         )
 
 
@@ -276,8 +282,8 @@ class GenerationSection(RunSection):
         'the text that a model is given: "{source}" [the task\'s]; of conversations roles, chatml, … or FILE.jinja',
         common=True,
     )
-    max_generated: Size | None = option(None, "tokens of a generated answer, at most [target_length]")
-    min_target_length: int = option(0, "tokens of a generated answer, at least", ge=0, le=MAX_COUNT)
+    max_tokens: Size | None = option(None, "tokens of a generated answer, at most [target_length]")
+    min_tokens: int = option(0, "tokens of a generated answer, at least", ge=0, le=MAX_COUNT)
     beams: Size = option(1, "beams of beam search", common=True)
     length_penalty: float = option(1.0, "of beam search: above 0 longer answers win", allow_inf_nan=False)
     no_repeat_ngram: int = option(0, "no n tokens in a row occur twice in an answer; 0: they may", ge=0, le=MAX_COUNT)
@@ -317,7 +323,7 @@ class RuntimeSection(RunSection):
     """Seeds, searches and the machine."""
 
     protocol: str | None = option(None, "a paper's values for what is not given: ln_nlu, uv_glue, ap, …", common=True)
-    seed: Seed = option(0, "of initial values, order, dropout and the sample of rows", common=True)
+    seed: Seed = option(0, "seed of everything that is drawn: initial values, order, rows, tokens", common=True)
     seeds: Annotated[tuple[Seed, ...], CommaSeparated] = option(
         (), "a run of each, and their aggregate: 0,1,2", common=True
     )
@@ -327,10 +333,13 @@ class RuntimeSection(RunSection):
     )
     precision: Literal["fp32", "bf16", "auto"] = option(
         "fp32",
-        "bf16 by autocast, with fp32 weights; auto: bf16 where a device has it",
+        "fp32, or bf16 by autocast, with fp32 weights [auto: bf16 where a device has it]",
         common=True,
     )
-    activation_checkpointing: Checkpointing = option("off", "on: compute activations again", common=True)
+    activation_checkpointing: Checkpointing = option(
+        "off", "compute activations again: off, half, on or cpu", common=True
+    )
+    use_liger_kernel: Switch = option("off", "on: Liger's kernels of norms, FFNs and positions, on a GPU (extra gpu)")
     linear_backend: LinearBackend = option(
         "torch", "of frozen linear layers in fp32 on a CPU: torch, or onednn, faster where MKL has no AVX-512"
     )
@@ -553,7 +562,7 @@ class RunConfig(BaseModel):
             "seed": bool(self.runtime.seeds),
             "epochs": self.optim.steps is not None,
             "aggregate": not self.runtime.seeds,
-            "max_generated": self.generation.max_generated == limit and "target_length" not in search,
+            "max_tokens": self.generation.max_tokens == limit and "target_length" not in search,
             "data_root": self.data.source is not None,
             "max_length": self.data.max_length == DEFAULT_LENGTH
             and (self.data.source is None or self.data.task not in (None, "chat")),

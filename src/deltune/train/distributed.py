@@ -17,9 +17,29 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import set_seed
 
-from ..errors import DeltuneError
+from ..errors import DeltuneError, unknown_name
+from ..models import load_config
 from ..runtime.handle import Tuned
 from ..runtime.sharding import is_distributed, process_rank
+
+SHARDING_MODES = ("none", "fsdp")
+
+
+def check_sharding(mode: str, model: str, quantize: str | None) -> None:
+    """Refuse, before a model is loaded, what several processes cannot share."""
+    if mode.startswith(("zero", "deepspeed")):
+        raise DeltuneError(
+            f"sharding={mode} is DeepSpeed's, which takes the parameters out of the model, where no delta finds them: "
+            "give --sharding fsdp, which divides weights, gradients and the optimizer's state as well"
+        )
+    if mode not in SHARDING_MODES:
+        raise DeltuneError(unknown_name("sharding", mode, SHARDING_MODES))
+    if mode == "fsdp" and (quantize or getattr(load_config(model), "quantization_config", None)):
+        raise DeltuneError(
+            f"sharding=fsdp cannot divide the quantised weights of {model}, as torchao's refuse it and others were not "
+            "shown to be right: give --sharding none, by which each process has the whole quantised model, or leave "
+            "--quantize out"
+        )
 
 
 def init_processes(device: torch.device) -> None:
@@ -29,13 +49,13 @@ def init_processes(device: torch.device) -> None:
         return
     if ":" in str(device):
         raise DeltuneError(
-            f"devices={device} is a single device, but there are {processes} processes: give devices={device.type}"
+            f"device={device} is a single device, but there are {processes} processes: give device={device.type}"
         )
     local_processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.accelerator.device_count()
     if device.type != "cpu" and local_processes > devices:
         raise DeltuneError(
             f"{local_processes} processes need as many devices, but this machine has {devices} of type {device.type}: "
-            "start fewer processes, or give devices=cpu"
+            "start fewer processes, or give device=cpu"
         )
     PartialState(cpu=device.type == "cpu")
 

@@ -33,6 +33,7 @@ from ..models import (
     load_tokenizer,
     sentence_modules,
     tokenizer_languages,
+    trained_head,
 )
 from ..runtime import attach
 from ..runtime.attach import atomic_new_folder, load, tuned
@@ -50,10 +51,11 @@ from .data.tag_schemes import PLAIN
 from .metrics.base import Score, Scores
 from .metrics.intervals import score_intervals
 from .metrics.registry import METRICS, compute_scores
+from .overview import absent_labels, label_counts
 from .prediction_inputs import Input, columns_from_inputs
 from .presets import merge_values
 from .progress import ProgressDisplay
-from .run_folder import DeltaFolder, RunFolder, named_labels, open_run
+from .run_folder import DeltaFolder, ModelFolder, RunFolder, named_labels, open_run
 from .setup import (
     TaskSetup,
     check_fits,
@@ -65,7 +67,7 @@ from .setup import (
     task_kind_for,
 )
 from .tasks import token_cache
-from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
+from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions, check_tasks
 from .tasks.chat import CHAT
 from .tasks.classification import CLASSIFICATION, predict_logits
 from .tasks.encoding import EncodedRows, check_causal, longest_length, tokenize
@@ -246,7 +248,7 @@ def load_run(
         DeltuneError: A folder is no run, has no delta yet, or is of another base model or other languages.
     """
     folders = run.items() if isinstance(run, Mapping) else [("default", run)]
-    runs = {name: open_run(folder, base, pairs=pairs, labels=labels) for name, folder in folders}
+    runs = {name: open_run(folder, base, pairs=pairs, labels=labels, models=True) for name, folder in folders}
     if not runs:
         raise DeltuneError("no run is named")
     name, first = next(iter(runs.items()))
@@ -279,8 +281,18 @@ def load_run(
     return loaded
 
 
+def attach_trained_head(model: PreTrainedModel, name: str, pooling: str) -> Tuned:
+    """Attach a delta that leaves a model's own head as it is and has it read what its files say."""
+    handle = attach.attach(model, "head", head="freeze", pooling=pooling)  # type: ignore[arg-type]
+    if pooling != "model":
+        begin_with_head_of(name, model, handle.anatomy, handle.delta().pooling)
+    return handle
+
+
 def _attach_delta(model: PreTrainedModel, opened: RunFolder, name: str = "default") -> Tuned:
-    """Attach the delta of a folder, with the names for its labels that were given with it."""
+    """Attach the delta of a folder, with the names for its labels that were given with it; of a model its head."""
+    if isinstance(opened, ModelFolder):
+        return attach_trained_head(model, str(opened.folder), opened.pooling)
     handle = load(model, opened.folder, name=name)
     if isinstance(opened, DeltaFolder) and opened.names_labels:
         delta = handle.attached.delta(name)
@@ -389,6 +401,8 @@ def evaluate(
         loaded.model, loaded.tokenizer, rows.labels, fit_lengths(loaded.model, loaded.kind, limits),
         config.optim.rows_per_device(), loaded.precision,
     )  # fmt: skip
+    tasks = [task for split in rows.splits.values() for task in split["task"]] if "task" in rows.columns else None
+    check_tasks(tuned(loaded.model).delta(), tasks, rows.source)
     trained_scheme = folder.data.tag_scheme
     if None not in (rows.tag_scheme, trained_scheme) and rows.tag_scheme != trained_scheme:
         raise DeltuneError(
@@ -427,24 +441,26 @@ def evaluate_untuned(
     """Score the model of a config as it is, on the rows that a run of the config would have."""
     name, configuration = config.model.name, load_config(config.model.name)
     arguments = (name, config.data, config.generation.answer, config.evaluation, config.runtime.seed, False)
-    setup = set_up_task(*arguments)
+    sentences = sentence_modules(name)
+    is_sentence_head = sentences is not None and sentences.head is not None
+    own_head = "classification" if is_sentence_head else trained_head(configuration)
     labels: tuple[str, ...] | None = None
+    if (
+        own_head in HEADS_WITH_LABELS and config.generation.answer == "head"
+    ):  # a file alone does not say which there are
+        labels = tuple(str(label) for _, label in sorted((configuration.id2label or {}).items()))
+    setup = set_up_task(*arguments, labels)
     head = setup.kind.head
-    sentences = sentence_modules(name) if head == "classification" else None
-    has_head = has_trained_head(configuration, head) or (sentences is not None and sentences.head is not None)
+    has_head = has_trained_head(configuration, head) or (head == "classification" and is_sentence_head)
     if head not in LANGUAGE_MODEL_HEADS and not has_head:
         raise DeltuneError(
             f"{name} has no trained head for {setup.kind.name}, so it has no score before it is tuned: give --answer "
             "words for a language model, or train the head alone (deltune train --method head)"
         )
-    if head in HEADS_WITH_LABELS:
-        labels = tuple(str(label) for _, label in sorted((configuration.id2label or {}).items()))
-        setup = set_up_task(*arguments, labels)
     tokenizer = load_task_tokenizer(name, config.data)
     backbone = load_model(name, head, labels, "float32", quantize=config.model.quantize)
-    if sentences is not None and sentences.head is not None:
-        handle = attach.attach(backbone, "head", head="freeze", pooling=sentences.pooling)  # type: ignore[arg-type]
-        begin_with_head_of(name, backbone, handle.anatomy, handle.delta().pooling)
+    if sentences is not None and head == "classification" and is_sentence_head:
+        attach_trained_head(backbone, name, sentences.pooling)
     align_padding_token(backbone, tokenizer)
     if head == "causal-lm":
         check_causal(backbone)
@@ -472,6 +488,10 @@ def _score_splits(
     requested = _requested_splits(rows, splits)
     target = None if output is None else user_path(output, "output")
     by_split: dict[str, Columns] = {split: columns_of(rows.splits[split]) for split in requested}
+    counts_of = label_counts(rows)
+    for split in requested:
+        if absent := absent_labels(counts_of.get(split, {}), split, setup.metrics):
+            logger.warning("%s: %s", split, absent)
     with ProgressDisplay(progress) as bar, explain_write_errors(target or rows.source):
         encoded_splits = token_cache.encode_splits(
             kind, context.tokenizer, context.model, by_split, context.options, (), rows.fingerprint, bar.start_rows
@@ -495,7 +515,7 @@ def _score_splits(
 def generate(
     source: str | Path,
     prompts: Sequence[str],
-    max_new_tokens: int = 64,
+    max_tokens: int = 64,
     temperature: float = 0.0,
     top_p: float = 1.0,
     seed: int = 0,
@@ -517,7 +537,7 @@ def generate(
     is_encoder_decoder = model.config.is_encoder_decoder
     encoded = [_prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder) for prompt in prompts]
     if not is_encoder_decoder:
-        _check_room(model, [len(ids) for ids in encoded], max_new_tokens)
+        _check_room(model, [len(ids) for ids in encoded], max_tokens)
     texts: list[str] = []
     model.eval()
     with torch.random.fork_rng():
@@ -526,7 +546,7 @@ def generate(
             if stream and len(prompts) > 1:
                 print(f"> {prompt}", flush=True)
             streamer = TextStreamer(tokenizer, not is_encoder_decoder, skip_special_tokens=True) if stream else None
-            answer = continue_prompt(model, tokenizer, ids, max_new_tokens, temperature, top_p, streamer)
+            answer = continue_prompt(model, tokenizer, ids, max_tokens, temperature, top_p, streamer)
             texts.append(_continuation(tokenizer, [] if is_encoder_decoder else ids, answer))
     return texts
 
@@ -536,7 +556,7 @@ def continue_prompt(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompt: Sequence[int],
-    max_new_tokens: int,
+    max_tokens: int,
     temperature: float = 0.0,
     top_p: float | None = None,
     streamer: TextStreamer | None = None,
@@ -550,7 +570,7 @@ def continue_prompt(
         options |= forced_bos_options(tokenizer, model)
     generated = model.generate(  # type: ignore[operator]
         input_ids=inputs, attention_mask=torch.ones_like(inputs), streamer=streamer, max_length=None, num_beams=1,
-        max_new_tokens=max_new_tokens, eos_token_id=list(ends) or None, **options,
+        max_new_tokens=max_tokens, eos_token_id=list(ends) or None, **options,
     )[0]  # fmt: skip
     return cut_at_end(generated[1 if model.config.is_encoder_decoder else len(prompt) :].tolist(), ends)
 
@@ -563,24 +583,24 @@ def _continuation(tokenizer: Any, prompt: list[int], answer: list[int]) -> str:
     return text[len(before) :] if text.startswith(before) else alone
 
 
-def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_new_tokens: int) -> None:
+def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_tokens: int) -> None:
     """Check that a decoder has positions for each prompt and what it generates; the error names all long ones."""
     longest = max(prompt_tokens, default=0)
-    available = longest_length(model, longest + max_new_tokens)
-    too_long = [(n, tokens) for n, tokens in enumerate(prompt_tokens, 1) if tokens + max_new_tokens > available]
+    available = longest_length(model, longest + max_tokens)
+    too_long = [(n, tokens) for n, tokens in enumerate(prompt_tokens, 1) if tokens + max_tokens > available]
     if too_long:
         room = max(0, available - longest)
         problems = [
-            f"prompt {n} of {len(prompt_tokens)}: its {tokens} tokens and max_new_tokens={max_new_tokens} take "
-            f"{tokens + max_new_tokens} positions, and {type(model).__name__} has {available}"
+            f"prompt {n} of {len(prompt_tokens)}: its {tokens} tokens and max_tokens={max_tokens} take "
+            f"{tokens + max_tokens} positions, and {type(model).__name__} has {available}"
             for n, tokens in too_long
         ]
         if room:
-            advice = f"give max_new_tokens={room} or less"
-        elif available > max_new_tokens:
-            advice = f"give prompts of at most {available - max_new_tokens} tokens"
+            advice = f"give max_tokens={room} or less"
+        elif available > max_tokens:
+            advice = f"give prompts of at most {available - max_tokens} tokens"
         else:
-            advice = "give shorter prompts and a smaller max_new_tokens"
+            advice = "give shorter prompts and a smaller max_tokens"
         raise error_from_problems(f"nothing was generated ({advice})", problems)
 
 
@@ -779,20 +799,21 @@ def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[E
         limits = fit_lengths(handle.use(name).model, loaded.kind, limits)
     finally:
         handle.use(before)
+    check_tasks(handle.delta(name), columns.get("task"), "the input")
     return loaded.kind.encode(loaded.tokenizer, loaded.model, columns, limits, False), limits
 
 
 @check_booleans
 def merge_run(
     run: str | Path,
-    to: str | Path,
+    output: str | Path,
     *,
     dequantize: bool = False,
     base: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> Path:
     """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing."""
-    to = user_path(to, "to")
+    to = user_path(output, "output")
     with atomic_new_folder(to) as fresh, silent_loading():
         opened = open_run(run, base, labels=labels)
         handle, tokenizer = _load_to_write(opened)
@@ -825,21 +846,21 @@ def _load_to_write(opened: RunFolder) -> tuple[Tuned, PreTrainedTokenizerBase]:
     return _attach_delta(model, opened), tokenizer
 
 
-def export_run(run: str | Path, to: str | Path, format: str = "peft", base: str | None = None) -> Path:
+def export_run(run: str | Path, output: str | Path, format: str = "peft", base: str | None = None) -> Path:
     """Write a run's delta for another library; all or nothing."""
     opened = open_run(run, base)
     handle, tokenizer = _load_to_write(opened)
-    target = attach.export(handle.model, user_path(to, "to"), format)
+    target = attach.export(handle.model, user_path(output, "output"), format)
     if opened.trained is not None and opened.trained.chat_template is not None:
         tokenizer.save_pretrained(target)  # whoever loads the adapter finds the template of its training beside it
     return target
 
 
 def import_adapter(
-    folder: str | Path, model: str, to: str | Path, kind: str | None = None, labels: Sequence[str] | None = None
+    folder: str | Path, model: str, output: str | Path, kind: str | None = None, labels: Sequence[str] | None = None
 ) -> Tuned:
     """Turn a folder of PEFT or AdapterHub into a delta folder for a base model."""
-    folder, to = user_path(folder, "folder"), user_path(to, "output")
+    folder, to = user_path(folder, "folder"), user_path(output, "output")
     if not is_foreign(folder):
         raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
     if kind is not None and kind not in HEADS:

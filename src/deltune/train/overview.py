@@ -15,7 +15,7 @@ import transformers
 from ..anatomy.inspection import inspect
 from ..anatomy.skeleton import fill_with_zeros
 from ..anatomy.tracing import meta_model
-from ..errors import DeltuneError, counted, number_range
+from ..errors import DeltuneError, counted, first_names, number_range
 from ..models import HEADS, load_config
 from .config import RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
@@ -209,6 +209,15 @@ def label_counts(data: TaskData) -> dict[str, dict[str, int]]:
         number = Counter(one for value in rows[role] for one in (value if isinstance(value, list) else [value]))
         counts[split] = {name: number[i] for i, name in enumerate(data.labels)}
     return counts
+
+
+def absent_labels(counts: dict[str, int], split: str, metrics: Sequence[str]) -> str:
+    """Return what follows for a mean over labels from labels that a split has no row of; "" if nothing does."""
+    means = [name for name in ("f1_macro", "label_f1_macro") if name in metrics]
+    absent = [name for name, number in counts.items() if not number]
+    if not means or not absent or split == "train":
+        return ""
+    return f"no row of {first_names(absent, 5)}, whose F1 counts as 0 in {means[0]}"
 
 
 def balance(counts: dict[str, int], most: int = 8) -> str:

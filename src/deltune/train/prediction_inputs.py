@@ -78,22 +78,29 @@ def _by_role(value: Input, roles: Sequence[str], run: RunFolder) -> dict[str, An
 
     Values beyond the roles are named by their numbers, so that they are noticed.
     """
-    words = len(roles) == 1 and INPUT_TYPES[roles[0]] == "texts"
+    words = {*roles} - {"task"} == {"tokens"}
     if isinstance(value, Mapping):
         row = dict(value)
     elif words or isinstance(value, str) or not isinstance(value, Sequence):
         row = {roles[0]: value}
     else:
         row = dict(zip([*roles, *map(str, range(len(value)))], value, strict=False))
+    row |= {"task": str(row["task"])} if "task" in row else {}
     if words and isinstance(row.get(roles[0]), str):
         text = row[roles[0]]
         row[roles[0]] = [text[i:j] for i, j in split_words(text)] if "spans" in run.data.columns else text.split()
     return row
 
 
-def inputs_from_texts(texts: Sequence[str], pairs: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the texts of the command line as inputs with ids."""
+def inputs_from_texts(
+    texts: Sequence[str], pairs: Sequence[str], task: str | None, run: Path, base: str | None = None
+) -> list[dict[str, Any]]:
+    """Return the texts of the command line, all of one task where the run has tasks, as inputs with ids."""
     inputs: list[Input] = [list(both) for both in zip(texts, pairs, strict=True)] if pairs else list(texts)
+    if task is not None:
+        opened = open_run(run, base, pairs=bool(pairs))
+        roles = [role for role in input_columns(opened.data.kind, opened) if role != "task"]
+        inputs = [{**_by_role(value, roles, opened), "task": task} for value in inputs]
     return [{"id": str(i), "input": value} for i, value in enumerate(inputs, 1)]
 
 
@@ -103,7 +110,7 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
     if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
         return _inputs_from_lines(path)
     table = read_rows(path)
-    run_dir = open_run(run, base, pairs="pair" in table.columns)
+    run_dir = open_run(run, base, pairs="pair" in table.columns, models=True)
     columns = input_columns(run_dir.data.kind, run_dir)
     if (sentence := run_dir.data.columns.get("sentence")) in table.columns:
         columns = {"sentence": str(sentence), **columns}

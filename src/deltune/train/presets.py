@@ -87,7 +87,7 @@ LN_NLU: Values = {
     "epochs": 30, "patience": 10, "metric": "loss", "search": {"lr": (1e-3, 2e-4)}, "seeds": THREE,
 }  # fmt: skip
 LN_RATES = Rule({"search": {"lr": (1e-2, 1e-3, 2e-4)}}, methods=("layernorm",))
-SUMMARY = {"beams": 6, "min_target_length": 10, "max_generated": 60, "no_repeat_ngram": 3}
+SUMMARY = {"beams": 6, "min_tokens": 10, "max_tokens": 60, "no_repeat_ngram": 3}
 PLAIN: Values = {"template": "{source}"}
 UNIFIED: Values = {"lr": 5e-5, "adam_betas": (0.9, 0.98), "adam_epsilon": 1e-6, "schedule": "polynomial"}
 FULL = ("full",)
@@ -135,8 +135,8 @@ PROTOCOLS: Mapping[str, Protocol] = {
             "metrics": "SAMSum by the package rouge, as printed, and by rouge-score beside it",
         },
         rules=(
-            Rule({"max_generated": 35}, ("e2e_nlg", "samsum")),
-            Rule({"max_generated": 45}, ("dart", "webnlg")),
+            Rule({"max_tokens": 35}, ("e2e_nlg", "samsum")),
+            Rule({"max_tokens": 45}, ("dart", "webnlg")),
             Rule({"metrics": ("rouge1_pltrdy", "rouge2_pltrdy", "rougeL_pltrdy", "rouge1", "rouge2", "rougeL")},
                  ("samsum",)),
             *_batch_size_rules(
@@ -172,8 +172,8 @@ PROTOCOLS: Mapping[str, Protocol] = {
         "Unified View, table 8, appendix A",
         {
             **UNIFIED, "steps": 50_000, "batch_tokens": 16_384, "label_smoothing": 0.1, "clip": 1.0,
-            "weight_decay": 0.01, "max_length": 150, "target_length": 150, "beams": 5, "min_target_length": 1,
-            "max_generated": 200, "metric": "loss",
+            "weight_decay": 0.01, "max_length": 150, "target_length": 150, "beams": 5, "min_tokens": 1,
+            "max_tokens": 200, "metric": "loss",
         },
         (
             Rule(PLAIN, ("wmt16_en_ro",)),
@@ -203,8 +203,8 @@ PROTOCOLS: Mapping[str, Protocol] = {
         {"batch_size": 32, "lr": 3e-4, "max_length": 256, "seeds": THREE},
         (
             Rule({"max_length": 128}, SENTIMENT),
-            Rule({"max_generated": 64, "target_length": 256}, ("multi_news",)),
-            Rule({"max_generated": 128, "target_length": 256}, ("samsum",)),
+            Rule({"max_tokens": 64, "target_length": 256}, ("multi_news",)),
+            Rule({"max_tokens": 128, "target_length": 256}, ("samsum",)),
             Rule({"lr": 3e-2}, methods=("prompt",)),
             Rule({"lr": 5e-5}, methods=FULL),
             Rule({"lr": 5e-5}, ("rte",)),

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
 from ..compat import set_training_device, use_one_gpu
-from ..errors import DeltuneError, check_booleans, counted, unknown_name
+from ..errors import DeltuneError, check_booleans, check_extra, counted, first_names
 from ..files import explain_write_errors
 from ..methods.memory import peak_bytes
 from ..methods.registry import parse
@@ -27,9 +27,11 @@ from ..runtime import sharding
 from ..runtime.attach import attach, load, read_delta
 from ..runtime.handle import Tuned
 from ..runtime.linear import LinearBackend, optimize_linear
+from ..runtime.modules import Delta
 from ..runtime.padding import padding_side
 from ..runtime.pooling import begin_with_head_of, choose_pooling, linear_head
 from ..runtime.serialization import open_delta
+from ..runtime.sharding import broadcast_from_main
 from ..runtime.statistics import needed_statistics
 from ..templates import end_tokens
 from . import activation_cache, checkpoints, distributed
@@ -52,6 +54,7 @@ from .objectives import (
     objective_trainer,
 )
 from .overview import (
+    absent_labels,
     balance,
     cut_notes,
     data_notes,
@@ -71,7 +74,7 @@ from .run_folder import DeltaFolder, RunFolder, open_run
 from .series import run_series
 from .setup import ModelCache, TaskSetup, fit_lengths, is_chat, length_limits, load_task_data, set_up_task
 from .tasks import token_cache
-from .tasks.base import Columns, TaskKind, TaskOptions
+from .tasks.base import Columns, TaskKind, TaskOptions, check_tasks
 from .tasks.chat import CHAT, check_lengths, untrained_tokens, with_one_template
 from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, collate
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
@@ -80,7 +83,6 @@ from .trainer import DeltaCheckpointTrainer, DeltaTrainer, ReportCallback, RunSt
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SHARDING_MODES = ("none", "fsdp")
 TRAINER_SCHEDULES = {"constant": "constant_with_warmup"}
 """Schedules that transformers calls by another name."""
 CHECKPOINTING: dict[str, dict[str, Any]] = {"half": {"every_n_layers": 2}, "cpu": {"offload": True}}
@@ -108,8 +110,8 @@ def train(
     *,
     resume: bool = True,
     progress: bool = True,
-    devices: str = "auto",
-    sharded: str = "none",
+    device: str = "auto",
+    sharding: str = "none",
     cache: ModelCache | None = None,
     report: bool = True,
     reward: RewardFunction | None = None,
@@ -132,8 +134,8 @@ def train(
         output: The folder of the run.
         resume: False discards the run in the folder and starts anew.
         progress: Show a live table on a terminal, and elsewhere log a line now and then.
-        devices: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" or "mps".
-        sharded: "none" (each process has the whole model, DDP) or "fsdp" (each has a share of it).
+        device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" or "mps".
+        sharding: "none" (each process has the whole model, DDP) or "fsdp" (each has a share of it).
         cache: What several runs in one process share.
         report: Write report.html, the page about the run, at the end.
         reward: Of the objective grpo: reward(prompts, completions, reference, …) returns a number for each completion,
@@ -149,19 +151,19 @@ def train(
         DeltuneError: The config, the data, the model, the method or the folder is wrong (nothing is written then); the
             loss is not finite; no space is left on the disk.
     """
-    device = task_setup.resolve_device(devices)
-    distributed.init_processes(device)
+    resolved = task_setup.resolve_device(device)
+    distributed.init_processes(resolved)
     run = RunFolder(output, writer=distributed.is_main())
     shared = cache or ModelCache()
-    finished = sharding.broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared, rows))
+    finished = broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared, rows))
     if finished is not None:
         logger.info("%s is finished; nothing to do", run.folder)
         if report and not run.report_file.exists():  # the run was interrupted while it wrote the page
-            sharding.broadcast_from_main(lambda: _write_missing_report(run))
+            broadcast_from_main(lambda: _write_missing_report(run))
         return finished
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_write_errors(run.folder))
-        sharding.broadcast_from_main(lambda: stack.enter_context(run.locked()))
+        broadcast_from_main(lambda: stack.enter_context(run.locked()))
         if config.is_series:
             if not resume:
                 run.clear()
@@ -172,8 +174,8 @@ def train(
                     one,
                     folder,
                     progress=progress,
-                    devices=devices,
-                    sharded=sharded,
+                    device=device,
+                    sharding=sharding,
                     cache=shared,
                     report=report,
                     reward=reward,
@@ -183,12 +185,12 @@ def train(
             )
         else:
             try:
-                metrics = _train(config, run, resume, progress, device, sharded, shared, reward, rows, stop_if)
+                metrics = _train(config, run, resume, progress, resolved, sharding, shared, reward, rows, stop_if)
             except BaseException:
                 shared.drop()
                 raise
         if report:
-            sharding.broadcast_from_main(lambda: str(write_report(run)))
+            broadcast_from_main(lambda: str(write_report(run)))
         return metrics
 
 
@@ -236,11 +238,11 @@ def _train(
     """Train a single run in its locked folder."""
     check_objective(config, reward, sharded)
     if resume:
-        config = sharding.broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
+        config = broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
     state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache, rows, progress))
     state.stop_if = stop_if
     arguments = _training_arguments(state, device)
-    checkpoint = sharding.broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
+    checkpoint = broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
     with (
         ProgressDisplay(progress and distributed.is_main()) as bar,
         _linear_optimized(state, device) as linear_backend,
@@ -258,10 +260,13 @@ def _train(
             "data": state.data.summary,
             **({} if reward is None else {"reward": f"{inspect.getsourcefile(reward)}:{reward.__name__}"}),
         }
-        sharding.broadcast_from_main(lambda: run.begin(state.config, collect_environment(facts)))
+        broadcast_from_main(lambda: run.begin(state.config, collect_environment(facts)))
+        untrained = _untrained_line(state)
+        if untrained:  # of a run that goes on, too: its answers will not end
+            logger.warning("%s", untrained)
         if checkpoint is None:
             run.truncate_log(-1)
-            _log_start(state)
+            _log_start(state, untrained)
         _fit(state, arguments, bar, checkpoint, reward)
         return _finish(state, bar)
 
@@ -297,16 +302,13 @@ class _StepClock(TrainerCallback):
         self.ends.append(time.monotonic())
 
 
-def measure_steps(
-    config: RunConfig, rows: Callable[[TaskData], TaskData], cache: ModelCache, devices: str = "auto"
-) -> StepCost:
+def measure_steps(config: RunConfig, rows: Callable[[TaskData], TaskData], cache: ModelCache) -> StepCost:
     """Take three steps of a run and one validation, and a step of its longest rows, and return what they cost.
 
     Args:
         config: The run.
         rows: Which rows are used, as in `train`.
         cache: What several runs in one process share.
-        devices: As in `train`.
 
     Returns:
         The cost; nothing is kept of the steps.
@@ -314,7 +316,7 @@ def measure_steps(
     Raises:
         DeltuneError: The run cannot be trained.
     """
-    device, clock = task_setup.resolve_device(devices), _StepClock()
+    device, clock = task_setup.resolve_device("auto"), _StepClock()
     with tempfile.TemporaryDirectory() as folder, ProgressDisplay(False) as bar:
         state = _prepare(config, RunFolder(folder), device, "none", cache, rows)
         steps, every_row = state.total_steps, state.encoded["train"]
@@ -375,8 +377,7 @@ def _prepare(
     precision = task_setup.resolve_precision(config.runtime.precision, device)
     rows = config.optim.rows_per_device(distributed.world_size())
     seed = config.runtime.seed
-    if sharded not in SHARDING_MODES:
-        raise DeltuneError(unknown_name("sharding", sharded, SHARDING_MODES))
+    distributed.check_sharding(sharded, config.model.name, config.model.quantize)
     objective = config.objective.kind
     setup = set_up_task(
         config.model.name, config.data, config.generation.answer, config.evaluation, seed, read=cache.data,
@@ -397,8 +398,8 @@ def _prepare(
     if is_chat(kind):  # before the model is loaded
         tokenizer = with_one_template(tokenizer, config.generation.template, chats)
     model = _base_model(config.model, setup, tokenizer, seed, cache)
-    if objective != "sft":
-        cache.drop()  # TRL changes it: no dropout, and a pass that scores tokens
+    if objective != "sft" or config.runtime.use_liger_kernel == "on":
+        cache.drop()  # TRL changes it: no dropout, and a pass that scores tokens; Liger its modules
     if kind.head == "causal-lm":
         check_causal(model)
     same_length = padding_side(model) is None
@@ -434,6 +435,7 @@ def _prepare(
     limits = fit_lengths(model, kind, limits)
     pairs = "pair" in (data.columns or {}) if kind.name in LABELLED_TEXTS else None
     tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
+    _number_tasks(tuned.delta(), data, start)
     columns: dict[str, Columns] = {split: columns_of(rows) for split, rows in data.splits.items()}
     with ProgressDisplay(progress and distributed.is_main()) as bar:
         encoded = token_cache.encode_splits(
@@ -453,6 +455,8 @@ def _prepare(
         cache.drop()  # its weights are sharded now
     batches = _batches(config.optim, encoded["train"], rows, seed, same_length)
     config = with_default_rate(config, total_steps(config.optim, batches))
+    if config.optim.packing and "task" in data.columns:
+        raise DeltuneError("packing has texts of several tasks in one row: leave packing or task=… of the columns out")
     packing = _packing(config, kind, model, tokenizer) if config.optim.packing else None
     state = RunState(
         config, run, tuned, tokenizer, data, kind, setup.metrics, limits, columns, encoded, batches, precision,
@@ -548,6 +552,20 @@ def _begin_with_delta(tuned: Tuned, start: RunFolder, labels: Sequence[str]) -> 
     return keeps_head
 
 
+def _number_tasks(delta: Delta, data: TaskData, start: RunFolder | None) -> None:
+    """Give the tasks of the rows of train their numbers: those of the delta to begin with, else in sorted order."""
+    names = sorted({*data.splits["train"]["task"]}) if "task" in data.columns else None
+    before = start.trained.tasks if start is not None and start.trained is not None else None
+    if names is not None and delta.tasks and before is None and len(names) != len(delta.tasks):
+        raise DeltuneError(
+            f"{data.source} has {counted(len(names), 'task')} ({first_names(names, 5)}), and {delta.method!r} has "
+            f"{len(delta.tasks)}: give tasks={len(names)}"
+        )
+    delta.trained |= {} if names is None else {"tasks": before or names}
+    every = None if names is None else {task for rows in data.splits.values() for task in rows["task"]}
+    check_tasks(delta, every, data.source)
+
+
 def _begin_with_mean(model: PreTrainedModel, tuned: Tuned, numbers: Sequence[float]) -> None:
     """Let a fresh head begin with the mean of the numbers to predict."""
     head = linear_head(model, tuned.anatomy)
@@ -574,7 +592,8 @@ def _base_model(
     section: ModelSection, setup: TaskSetup, tokenizer: PreTrainedTokenizerBase, seed: int, cache: ModelCache
 ) -> PreTrainedModel:
     """Load a model as it is before any tuning."""
-    model = cache.model(section.name, setup.kind.head, setup.data.labels or None, seed, section.quantize)
+    labels, attention = setup.data.labels or None, section.attn_implementation
+    model = cache.model(section.name, setup.kind.head, labels, seed, section.quantize, attention)
     align_padding_token(model, tokenizer)
     if setup.kind.problem_type is not None:
         model.config.problem_type = setup.kind.problem_type
@@ -612,6 +631,10 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
             f"activation_checkpointing={checkpointing}: {type(state.model).__name__} of transformers cannot compute "
             "its layers again; leave it off, and give a smaller device_batch_size"
         )
+    if state.config.runtime.use_liger_kernel == "on":
+        if device.type == "cpu":
+            raise DeltuneError("use_liger_kernel: Liger's kernels run on a GPU, and this run is on a CPU; leave it out")
+        check_extra("gpu", "use_liger_kernel needs")
     if optim.optimizer != "adamw" and sharding.is_sharded(state.model):
         raise DeltuneError(f"optimizer={optim.optimizer} takes no shards: give optimizer=adamw, or sharding=none")
     objective = state.config.objective.kind
@@ -637,6 +660,8 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
         bf16=state.precision == "bf16",
         activation_checkpointing=checkpointing != "off",
         activation_checkpointing_kwargs=CHECKPOINTING.get(checkpointing),
+        use_liger_kernel=state.config.runtime.use_liger_kernel == "on",
+        liger_kernel_config={"fused_linear_cross_entropy": False},  # which `causal_loss` is
         use_cpu=device.type == "cpu",
         seed=state.config.runtime.seed,
         eval_strategy=strategy if "validation" in state.encoded else "no",
@@ -729,7 +754,19 @@ def _fit(
     trainer.accelerator.unwrap_model(state.model, keep_fp32_wrapper=False)
 
 
-def _log_start(state: RunState) -> None:
+def _untrained_line(state: RunState) -> str:
+    """Say which control tokens the base never trained and the method leaves as they are; "" if there are none."""
+    sample = state.encoded["train"].rows[:200]
+    tokens = untrained_tokens(state.tuned, state.tokenizer, sample) if is_chat(state.kind) else {}
+    if not tokens:
+        return ""
+    return (
+        f"{', '.join(tokens.values())}: the base never trained the embeddings of these tokens, and "
+        f"{state.config.method.expression} leaves them as they are; add + trainable_tokens(tokens={tuple(tokens)})"
+    )
+
+
+def _log_start(state: RunState, untrained: str) -> None:
     """Log what was assumed of the data and of training, each with the option that changes it, and what is cut."""
     data, optim = state.config.data, state.config.optim
     roles = state.data.format or " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
@@ -750,7 +787,8 @@ def _log_start(state: RunState) -> None:
     for line in data_notes(state.data):
         logger.info("data: %s", line)
     for split, counts in label_counts(state.data).items():
-        logger.info("labels of %s: %s", split, balance(counts))
+        parts = (balance(counts), absent_labels(counts, split, state.metrics))
+        logger.info("labels of %s: %s", split, "; ".join(filter(None, parts)))
     if state.data.tag_scheme is not None:
         logger.info("tags: %s", _tags_line(state))
     if state.why_pooling:
@@ -769,20 +807,13 @@ def _log_start(state: RunState) -> None:
         logger.info("%s: %s", split, token_line(token_facts(rows)))
         for line in cut_notes(state.kind, rows, split, state.limits):
             logger.info("%s", line)
-    sample = state.encoded["train"].rows[:200]
-    if is_chat(state.kind) and (tokens := untrained_tokens(state.tuned, state.tokenizer, sample)):
-        logger.warning(
-            "%s: the base never trained the embeddings of these tokens, and %s leaves them as they are; add "
-            "+ trainable_tokens(tokens=%s)",
-            ", ".join(tokens.values()), state.config.method.expression, tuple(tokens),
-        )  # fmt: skip
     if state.config.objective.kind != "sft":
         logger.info("objective: %s", objective_line(state))
     optimizer = state.config.optim.optimizer
     if optimizer != "adamw" and all(p.numel() < MIN_8BIT for p in state.tuned.trainable_parameters()):
         logger.info("%s saves nothing: bitsandbytes keeps 32 bits for tensors below %d numbers", optimizer, MIN_8BIT)
     logger.info("example: %s", example_text(state.tokenizer, [state.encoded["train"].rows[0]]))
-    state.run.log({"step": 0, "event": "start", **state.truncated})
+    state.run.log({"step": 0, "event": "start", **state.truncated, **({"untrained": untrained} if untrained else {})})
 
 
 def _tags_line(state: RunState) -> str:

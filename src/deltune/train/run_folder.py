@@ -29,7 +29,8 @@ from ..files import (
 )
 from ..interop.base import is_foreign, read_options
 from ..interop.foreign import foreign_base
-from ..models import head_of_class_name
+from ..methods.registry import parse
+from ..models import HEADS_WITH_LABELS, head_of_class_name, load_config, sentence_modules, trained_head
 from ..runtime.delta_schema import TrainedFacts
 from ..runtime.serialization import read_metadata
 from .config import RunConfig, read_config
@@ -447,6 +448,8 @@ class DeltaFolder(RunFolder):
         if self.head not in kinds:
             raise DeltuneError(f"{self.folder} is a delta for a model without a head, which answers nothing by itself")
         columns = {"text": "text", "pair": "pair"} if self.pairs else {}
+        if not self.is_foreign and parse(self._method).tasks > 1:
+            columns["task"] = "task"
         return DataFacts(kind=kinds[self.head], columns=columns, labels=list(self._labels))
 
     @property
@@ -458,6 +461,31 @@ class DeltaFolder(RunFolder):
     def labels(self) -> tuple[str, ...]:
         """The names of the head's labels, in the order of their ids."""
         return self._labels
+
+
+class ModelFolder(DeltaFolder):
+    """A model with a trained head in the place of a run, such as `deltune merge` writes."""
+
+    def __init__(self, folder: str | Path, *, pairs: bool = False) -> None:
+        """Read what the model's files say of its head."""
+        RunFolder.__init__(self, folder, writer=False)
+        config, sentences = load_config(str(self.folder)), sentence_modules(str(self.folder))
+        head = "classification" if sentences is not None and sentences.head else trained_head(config)
+        if head not in HEADS_WITH_LABELS:
+            raise DeltuneError(
+                f"{self.folder} is a model without a trained head over labels, and spec.yaml is missing, which a run "
+                "has: give a run, or for a language model deltune generate"
+            )
+        self.head, self.pairs, self.base, self.is_foreign, self.names_labels = (
+            head,
+            pairs,
+            str(self.folder),
+            False,
+            False,
+        )
+        self._labels = tuple(str(label) for _, label in sorted((config.id2label or {}).items()))
+        self._method, self._trained, self._problem_type = "head", None, config.problem_type
+        self.pooling = sentences.pooling if sentences is not None and sentences.head else "model"
 
 
 def named_labels(before: Sequence[str], labels: Sequence[str], folder: Path) -> tuple[str, ...]:
@@ -472,7 +500,12 @@ def named_labels(before: Sequence[str], labels: Sequence[str], folder: Path) -> 
 
 
 def open_run(
-    folder: str | Path, base: str | None = None, *, pairs: bool = False, labels: Sequence[str] | None = None
+    folder: str | Path,
+    base: str | None = None,
+    *,
+    pairs: bool = False,
+    labels: Sequence[str] | None = None,
+    models: bool = False,
 ) -> RunFolder:
     """Return a run, of several runs the best, or a delta without its run.
 
@@ -481,6 +514,7 @@ def open_run(
         base: Its base model, where it is not at the place that the folder names.
         pairs: Whether the inputs are pairs of texts, where a delta without a run does not say it.
         labels: The names of the labels in the order of their ids, where a delta without a run has none.
+        models: Whether a model with a trained head is taken too, such as `deltune merge` writes.
 
     Raises:
         DeltuneError: The folder holds none of these, does not name its base model, or has names for its labels.
@@ -488,6 +522,8 @@ def open_run(
     run = RunFolder(folder, base=base)
     if not run.exists and any((run.folder / name).is_file() for name in ("delta.json", "adapter_config.json")):
         return DeltaFolder(folder, base, pairs=pairs, labels=labels)
+    if models and not run.exists and base is None and (run.folder / "config.json").is_file():
+        return ModelFolder(folder, pairs=pairs)
     if labels is not None:
         raise DeltuneError(
             f"{run.folder} is a run, whose labels have names ({', '.join(run.labels)}): leave --labels out"

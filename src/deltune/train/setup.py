@@ -264,10 +264,10 @@ def length_limits(
     template = generation.template if generation.template is not None else task.template if task else ""
     generate = {
         "num_beams": generation.beams,
-        "min_new_tokens": generation.min_target_length,
+        "min_new_tokens": generation.min_tokens,
         "length_penalty": generation.length_penalty,
         "no_repeat_ngram_size": generation.no_repeat_ngram,
-        "max_new_tokens": generation.max_generated or data.target_length,
+        "max_new_tokens": generation.max_tokens or data.target_length,
     }
     by_label = {label: words.get(kind.word_key(label), "") for label in labels} if kind.word_key else {}
     length = data.max_length or default_length(kind)
@@ -387,10 +387,16 @@ class ModelCache:
         self.read = {"models": 0, "data": 0}
 
     def model(
-        self, name: str, loads: str, labels: tuple[str, ...] | None, seed: int, quantize: str | None = None
+        self,
+        name: str,
+        loads: str,
+        labels: tuple[str, ...] | None,
+        seed: int,
+        quantize: str | None = None,
+        attention: str | None = None,
     ) -> PreTrainedModel:
         """Return a model in float32, as `models.load_model` does."""
-        backbone = (name, loads, labels, quantize)
+        backbone = (name, loads, labels, quantize, attention)
         key = (*backbone, seed if loads in (*HEADS_WITH_LABELS, "choice") else None)
         if self._model is not None and self._model[0] == key:
             return self._model[1]
@@ -398,7 +404,10 @@ class ModelCache:
         if self._weights is None or self._weights[0] != backbone:
             self._weights = (backbone, WeightsCache())
             self.read["models"] += 1
-        model = load_model(name, loads, labels, "float32", seed, cache=self._weights[1], quantize=quantize)
+        model = load_model(
+            name, loads, labels, "float32", seed, cache=self._weights[1], quantize=quantize,
+            attn_implementation=attention,
+        )  # fmt: skip
         self._model = (key, model)
         return model
 

@@ -43,7 +43,7 @@ from .progress import ProgressDisplay, format_duration
 from .rates import PASSES_OF_A_STEP
 from .records import ProbeRecord, signed_score
 from .run_folder import RunFolder
-from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions
+from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions, condition_of_rows, task_ids
 from .tasks.chat import CHAT, last_answer
 from .tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate, longest_length
 
@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+TASK_IDS = "task_ids"
+"""The key of a batch with the number of each row's task, of which a pass is told beside its inputs."""
 SHOWN_ANSWERS = 4
 """Conversations of a split that a model answers for its report."""
 
@@ -413,7 +415,9 @@ class DeltaTrainer(DeltaCheckpointTrainer):
         """Return whether a trained parameter has no part in the loss, which DDP would wait for; one pass shows it."""
         with torch.random.fork_rng():
             model = self.run_state.model.train()
-            model(**self._prepare_inputs(self._batch([self.run_state.encoded["train"][0]]))).loss.backward()
+            batch = self._prepare_inputs(self._batch([self.run_state.encoded["train"][0]]))
+            with condition_of_rows(model, batch.pop(TASK_IDS, None)):
+                model(**batch).loss.backward()
         unused = any(parameter.grad is None for _, parameter in self.run_state.tuned.named_trainable_parameters())
         model.zero_grad()
         return unused
@@ -426,11 +430,15 @@ class DeltaTrainer(DeltaCheckpointTrainer):
             bins = best_fit([len(row["input_ids"]) for row in rows], state.kind.max_input_tokens(state.limits))
             return state.packing.batch([[rows[i] for i in one] for one in bins], state.model.dtype)
         if rows:
-            batch = collate(state.tokenizer, state.model, rows)
+            batch = self._collate(rows)
             state.tokens += int(batch["attention_mask"].sum()) if "attention_mask" in batch else 0
             return batch
-        batch = collate(self.run_state.tokenizer, self.run_state.model, [self.run_state.encoded["train"][0]])
+        batch = self._collate([self.run_state.encoded["train"][0]])
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
+
+    def _collate(self, rows: list[Row]) -> dict[str, torch.Tensor]:
+        batch, ids = collate(self.run_state.tokenizer, self.run_state.model, rows), task_ids(self.run_state.model, rows)
+        return batch if ids is None else {**batch, TASK_IDS: torch.tensor(ids)}
 
     def get_train_dataloader(self) -> DataLoader[Row]:
         """Return the batches of all steps, dealt to the processes by accelerate."""
@@ -458,6 +466,10 @@ class DeltaTrainer(DeltaCheckpointTrainer):
         The loss of a step is the mean over the items of all its batches on all devices. The gradients of the devices
         are averaged, so each part is multiplied by the number of devices.
         """
+        with condition_of_rows(self.run_state.model, inputs.pop(TASK_IDS, None)):
+            return self._part_of_loss(model, inputs, num_items_in_batch)
+
+    def _part_of_loss(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         items = self._items(inputs)
         if self.label_smoother is None and self.run_state.kind.head in LANGUAGE_MODEL_HEADS:
             loss = causal_loss(model, inputs)

@@ -237,8 +237,9 @@ class Form(MethodPart):
     - `schedule` is a `deltune.Schedule` where training does more to the tensors than the steps of the optimizer.
     - `mask_factors` and `fill_untrained` serve masks (`apet`), `fold` a reparameterisation, and `draw` random buffers.
 
-    A form that is a product of two matrices derives from `FactorForm`, one that is a matrix from `MatrixForm`, and one
-    that is any function of the frozen weight from `WeightForm`; each of them writes one method in place of `__call__`.
+    A form that is a product of two matrices derives from `FactorForm`, one that is a matrix from `MatrixForm`, one that
+    is any function of the frozen weight from `WeightForm`, and one of several experts with a router from `Routed`; each
+    of them writes one method in place of `__call__`.
 
     Arguments of its methods:
         widths: The sizes at the place.
@@ -467,6 +468,7 @@ FORM_METHOD_EXAMPLES = {
     "affine": "def affine(self, tensors, at): return A, b  # where Δh = A u + b; None for zero",
     "matrix": "def matrix(self, tensors): return A  # (out, in), where Δh = A u",
     "factors": "def factors(self, tensors): return D, U  # where Δh = U D u",
+    "weights": "def weights(self, tensors, u, at): return (u @ tensors['router'].t()).softmax(-1)  # of n experts",
     "weight": "def weight(self, tensors, at): return at.weight + A  # W' of shape (out, in)",
 }
 """What forms write, with a line that does."""
@@ -494,12 +496,14 @@ def check_form_class(kind: type[Form]) -> None:
     check_frozen(kind)
     if issubclass(kind, FactorForm):
         computes = ["factors"]
+    elif issubclass(kind, Routed):
+        computes = ["weights"]
     elif issubclass(kind, WeightForm):
         computes = ["matrix" if issubclass(kind, MatrixForm) else "weight"]
     else:
         computes = ["per_head"] if kind.needs == "attention" else ["__call__"] if kind.needs != "tokens" else []
         computes += ["affine"] if kind.acts_on_weights else []
-    bases = (Form, FactorForm, WeightForm, MatrixForm)
+    bases = (Form, FactorForm, Routed, WeightForm, MatrixForm)
     missing = [
         name
         for name in ("tensors", "initialize", *computes)
@@ -569,6 +573,57 @@ class FactorForm(Form):
         if not u.is_floating_point():  # token ids: a row of Dᵀ each
             return F.embedding(u, down.t()), up, None
         return F.linear(u, down.to(u.dtype)), up, None
+
+
+class Routed(Form):
+    """Low-rank experts that a router weighs for each row of a batch or for each token, Δh = Σ_i w_i B_i v_i.
+
+    v_i is A_i u. A subclass has the tensors down, all A_i (n, r, d_in), and up, all B_i (n, d_out, r), and writes
+    `weights`, the router; `experts` where its tensors are others; and `inner` where v_i is not A_i u alone. All experts
+    of a place are computed in two products. A field `tasks` of a subclass is the number of tasks that rows may have,
+    which a pass is told where there are several.
+    """
+
+    tasks = 1
+
+    def weights(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+        """Compute the weights of the experts.
+
+        Returns:
+            w, for each row (B, n) or for each token (B, N, n).
+        """
+        raise NotImplementedError
+
+    def experts(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the matrices of the experts.
+
+        Returns:
+            All A_i (n, r, d_in), or (1, r, d_in) where the experts have one in common, and all B_i (n, d_out, r).
+        """
+        return tensors["down"], tensors["up"]
+
+    def inner(self, tensors: Tensors, v: torch.Tensor, weights: torch.Tensor, at: Place) -> torch.Tensor:
+        """Compute what the B_i read.
+
+        Args:
+            v: All A_i u (B, N, n, r).
+            weights: The weights of the experts (B, 1, n, 1) or (B, N, n, 1).
+
+        Returns:
+            All v_i (B, N, n, r), or (B, N, 1, r) where they are one.
+        """
+        return v
+
+    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+        from torch.nn import functional as F
+
+        down, up = self.experts(tensors)
+        weights = self.weights(tensors, u, at).to(u.dtype)
+        if weights.dim() < u.dim():
+            weights = weights.view(len(weights), *(1,) * (u.dim() - 2), -1)
+        v = F.linear(u, down.flatten(0, 1).to(u.dtype)).unflatten(-1, down.shape[:2])
+        v = weights[..., None] * self.inner(tensors, v, weights[..., None], at)
+        return v.flatten(-2), up.movedim(0, 1).flatten(1), None
 
 
 class WeightForm(Form):

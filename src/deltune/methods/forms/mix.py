@@ -1,15 +1,15 @@
-"""Forms that mix products which are not trained: their weights alone are, as numbers or by attention."""
+"""Forms that mix products which are not trained: their weights are, as numbers or by attention, or nothing is."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import KW_ONLY, dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ...errors import check_choice
-from ..parser import Size
-from .base import FactorForm, Form, Place, Shapes, Specs, Tensors, TensorSpec, Widths, parameter_specs
+from ..parser import Positive, Size, parse_expression
+from .base import FactorForm, Form, Place, Routed, Shapes, Specs, Tensors, TensorSpec, Widths, parameter_specs
 from .hidden import ACTIVATIONS, activate
-from .starts import buffer_specs, kaiming_
+from .starts import at_least_float32, buffer_specs, kaiming_
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,8 @@ def _products(number: int, rank: int, widths: Widths) -> Specs:
     return {name: TensorSpec(shape, trained=False) for name, shape in shapes.items()}
 
 
-def _start(tensors: Tensors) -> None:
+def _draw(tensors: Tensors) -> None:
+    """Fill the products with random ones, where there are none to mix."""
     kaiming_(tensors["down"])
     tensors["up"].normal_(std=0.02)
 
@@ -50,8 +51,12 @@ class Mix(FactorForm):
         return {"weights": TensorSpec((self.number,))} | _products(self.number, self.rank, widths)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        _draw(tensors)
+        self.start(tensors)
+
+    def start(self, tensors: Tensors) -> None:
+        """Set what is not of the products."""
         tensors["weights"].fill_(0.0 if self.softmax else 1 / self.number)
-        _start(tensors)
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         weights = tensors["weights"].softmax(0) if self.softmax else tensors["weights"]
@@ -104,13 +109,17 @@ class AttentionMix(Form):
         return parameter_specs(shapes) | _products(self.number, self.rank, widths) | buffer_specs(biases)
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        _draw(tensors)
+        for name in ("down_bias", "up_bias") if self.bias else ():
+            tensors[name].zero_()
+        self.start(tensors)
+
+    def start(self, tensors: Tensors) -> None:
+        """Set what is not of the products."""
         kaiming_(tensors["query"])
-        for name in ("key", "values", "down_bias", "up_bias"):
-            if name in tensors:
-                tensors[name].zero_()
+        tensors["key"].zero_()
         if self.values:
-            tensors["values"].fill_diagonal_(1.0)
-        _start(tensors)
+            tensors["values"].zero_().fill_diagonal_(1.0)
 
     def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         import torch
@@ -123,16 +132,79 @@ class AttentionMix(Form):
         return mixed @ t["values"].t() if self.values else mixed
 
 
-Weights = Literal["scalar", "softmax", "attention", "fusion"]
+@dataclass(frozen=True, repr=False)
+class Arrow(Routed):
+    """Products that are not trained, of which each token takes those nearest to it (Arrow, Ostapenko et al. 2024).
+
+    Δh = Σ_i softmax_i(|p_i · u| / τ) B_i A_i u over the k products with the greatest |p_i · u|, where p_i is the first
+    right singular vector of B_i A_i. Nothing is trained. PEFT: ArrowConfig.
+
+    Tensors: the buffers down A (n, r, d_in), up B (n, d_out, r) and prototypes p (n, d_in).
+
+    Args:
+        number: n, at least 1.
+        rank: r, at least 1; products of lower rank end in zeros.
+        top_k: k; all products where there are fewer.
+        temperature: τ, above 0.
+    """
+
+    number: Size
+    rank: Size = 8
+    _: KW_ONLY
+    top_k: Size = 3
+    temperature: Positive = 1.0
+
+    @property
+    def starts_at_zero(self) -> bool:
+        return False
+
+    def tensors(self, widths: Widths) -> Specs:
+        return _products(self.number, self.rank, widths) | buffer_specs({"prototypes": (self.number, widths.in_width)})
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        _draw(tensors)
+        self.start(tensors)
+
+    def start(self, tensors: Tensors) -> None:
+        """Set the prototypes: the first right singular vector of B A is the first of B R times Q, where A is R Q."""
+        import torch
+
+        q, r = torch.linalg.qr(at_least_float32(tensors["down"]).mT)
+        small = at_least_float32(tensors["up"]) @ r.mT
+        first = torch.linalg.svd(small, full_matrices=False).Vh[:, 0, :, None]
+        tensors["prototypes"].copy_((q @ first).squeeze(-1))
+
+    def weights(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+        import torch
+
+        near = (u @ tensors["prototypes"].t().to(u.dtype)).abs() / self.temperature
+        values, chosen = near.topk(min(self.top_k, self.number), dim=-1)
+        return torch.zeros_like(near).scatter(-1, chosen, values.softmax(-1))
 
 
-def mix_form(number: int, rank: int, mixing: Weights, activation: str = "identity", *, bias: bool = False) -> Form:
+Weights = Literal["scalar", "softmax", "attention", "fusion", "arrow"]
+
+
+def mix_form(
+    number: int, rank: int, mixing: Weights | str, activation: str = "identity", *, bias: bool = False
+) -> Mix | AttentionMix | Arrow:
     """Return the form that mixes so many changes by weights of a kind; an activation or a bias needs attention.
+
+    Args:
+        mixing: One of `Weights`, or such as "arrow(top_k=2, temperature=0.5)".
 
     Raises:
         DeltuneError: There is no such kind.
     """
-    check_choice("mixing", mixing, ("scalar", "softmax", "attention", "fusion"))
+    if isinstance(mixing, str) and mixing.startswith("arrow("):
+
+        def arrow(*, top_k: Size = 3, temperature: Positive = 1.0) -> Arrow:
+            return Arrow(number, rank, top_k=top_k, temperature=temperature)
+
+        return parse_expression(mixing, {"arrow": arrow})
+    check_choice("mixing", mixing, get_args(Weights))
+    if mixing == "arrow":
+        return Arrow(number, rank)
     if mixing in ("scalar", "softmax"):
         return Mix(number, rank, softmax=mixing == "softmax")
     whole = mixing == "fusion"

@@ -1,4 +1,4 @@
-"""Forms that each row of a batch computes with parameters of its own, by the task of the row."""
+"""Forms of several experts that a router weighs for each row of a batch, by its task, or for each token."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...errors import DeltuneError
-from ..parser import Size
-from .base import Form, Place, Specs, Tensors, Widths, parameter_specs
+from ..parser import Positive, Size
+from .base import Place, Routed, Specs, Tensors, Widths, parameter_specs
 from .starts import indivisible, kaiming_
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def tasks_of_rows(at: Place, u: torch.Tensor, tasks: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, repr=False)
-class Poly(Form):
+class Poly(Routed):
     """A low rank whose two matrices are mixed from skills by the task of a row (Ponti et al. 2023; PEFT: PolyConfig).
 
     Δh = (Σ_s w_s A_s) (Σ_s w_s B_s) / r, with w = σ(logits of the task) divided by their sum. While training, relaxed
@@ -73,16 +73,66 @@ class Poly(Form):
         kaiming_(tensors["down"], fan_in=tensors["down"].shape[2])
         tensors["up"].zero_()
 
-    def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+    def experts(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return A and B of each skill of each split, which are 0 at all other splits."""
+        import torch
+
+        down, up = tensors["down"].mT.flatten(1, 2), tensors["up"].flatten(1, 2)  # (q, s r, d / q)
+        whole = [torch.block_diag(*blocks) if self.splits > 1 else blocks[0] for blocks in (down, up)]
+        return whole[0].unflatten(0, (-1, self.rank)), whole[1].unflatten(0, (-1, self.rank)).mT
+
+    def weights(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         import torch
         from torch.distributions.relaxed_bernoulli import RelaxedBernoulli
 
         logits = tensors["logits"][tasks_of_rows(at, u, self.tasks)].unflatten(1, (self.splits, self.skills))
-        weights = (
-            RelaxedBernoulli(torch.ones_like(logits), logits=logits).rsample() if at.training else logits.sigmoid()
+        drawn = RelaxedBernoulli(torch.ones_like(logits), logits=logits).rsample() if at.training else logits.sigmoid()
+        return (drawn / (drawn.sum(-1, keepdim=True) + 1e-12)).flatten(1)
+
+    def inner(self, tensors: Tensors, v: torch.Tensor, weights: torch.Tensor, at: Place) -> torch.Tensor:
+        return (weights * v).sum(-2, keepdim=True) / self.rank
+
+
+@dataclass(frozen=True, repr=False)
+class MTLLoRA(Routed):
+    """A low rank with a matrix between A and B for each task, and several B that tasks share (Yang et al. 2024).
+
+    Δh = Σ_i softmax_i(w_t / τ) B_i Λ_t A u for a row of the task t.
+
+    Tensors: down A (r, d_in), Kaiming uniform; transform Λ (t, r, r), 1; logits w (t, n), Kaiming uniform; up B (n,
+        d_out, r), 0.
+
+    Args:
+        rank: r, at least 1.
+        tasks: t, the number of tasks; with one, passes need not say which.
+        ups: n, the number of B.
+        temperature: τ, above 0; the lower, the more a task keeps to one B.
+    """
+
+    rank: Size
+    tasks: Size = 1
+    ups: Size = 3
+    temperature: Positive = 0.05
+
+    def tensors(self, widths: Widths) -> Specs:
+        shapes = {"down": (self.rank, widths.in_width), "transform": (self.tasks, self.rank, self.rank)}
+        return parameter_specs(
+            shapes | {"logits": (self.tasks, self.ups), "up": (self.ups, widths.out_width, self.rank)}
         )
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-12)
-        down = torch.einsum("bqs,qsdr->bqdr", weights, tensors["down"]).flatten(1, 2)
-        up = torch.einsum("bqs,qsrd->brqd", weights, tensors["up"]).flatten(2, 3) / self.rank
-        rows = u if u.dim() == 3 else u[:, None]
-        return (rows @ down.to(u.dtype) @ up.to(u.dtype)).view(*u.shape[:-1], -1)
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        kaiming_(tensors["down"])
+        kaiming_(tensors["logits"])
+        tensors["up"].zero_()
+        tensors["transform"].zero_()
+        tensors["transform"].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+
+    def experts(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensors["down"][None], tensors["up"]
+
+    def weights(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+        return (tensors["logits"][tasks_of_rows(at, u, self.tasks)] / self.temperature).softmax(-1)
+
+    def inner(self, tensors: Tensors, v: torch.Tensor, weights: torch.Tensor, at: Place) -> torch.Tensor:
+        transform = tensors["transform"][tasks_of_rows(at, v, self.tasks)].to(v.dtype)  # (B, r, r)
+        return (v.flatten(1, -2) @ transform.mT).view(v.shape)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError, is_installed, missing_extra
 from ..parser import NonNegativeInt, Size
+from ..schedules import ClusterSchedule
 from .base import (
     BeforeUp,
     FactorForm,
@@ -315,6 +316,7 @@ class AdaMSS(Form):
         clusters: K, at most d_out of them.
         singular_values: k, as many as there are at most.
         seed: The seed of the singular vectors, which are approximate, as PEFT computes them.
+        schedule: Which clusters train; None: all of them.
     """
 
     reads_weight: ClassVar[bool] = True
@@ -322,6 +324,7 @@ class AdaMSS(Form):
     clusters: Size = 5
     singular_values: Size = 100
     seed: int = 0
+    schedule: ClusterSchedule | None = None
 
     def tensors(self, widths: Widths) -> Specs:
         d_in, d_out = widths.in_width, widths.out_width

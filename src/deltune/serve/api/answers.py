@@ -92,7 +92,7 @@ def engine_request(call: ApiCall, body: RequestBody, task: Task, value: Input, *
     fields: dict[str, Any] = {kind: value, **more}
     if isinstance(body, EncodingBody):
         fields["truncate_prompt_tokens"] = body.truncate_prompt_tokens
-    return Request(task, delta=call.delta, tenant=call.tenant.name, timeout=timeout, **fields)
+    return Request(task, delta=call.delta, tenant=call.tenant.name, row_task=body.task, timeout=timeout, **fields)
 
 
 def generation_requests(

@@ -63,6 +63,9 @@ class RequestBody(BaseModel):
     timeout: Annotated[float, Field(gt=0, le=10**6, allow_inf_nan=False)] | None = Field(
         None, description="seconds for the answer, at most those of the server [the server's]"
     )
+    task: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+        None, description="the task of the input, for a delta that learned several"
+    )
     user: str | None = _unused("who the answer is for")
     metadata: Annotated[dict[str, str], Field(max_length=MAX_NOTES)] | None = _unused("up to 16 notes of the client")
 

@@ -25,7 +25,6 @@ from ...anatomy.types import Stack
 from ...compat import attention_implementation, auto_class_mapping, buffers_of, parameters_of
 from ...errors import DeltuneError, error_summary
 from ...methods.forms.prompt import Prompt
-from ...methods.forms.routed import Poly
 from ...methods.positions import ALL
 from ...methods.registry import parse
 from ...models import HEADS
@@ -33,6 +32,7 @@ from ...runtime.attach import add_delta, check_base_of_delta, find_tuned, has_sl
 from ...runtime.attention import PREFIX, CacheablePrefix, cacheable_prefix
 from ...runtime.handle import Tuned
 from ...runtime.modules import Delta, Edit, HeadLabels
+from ...runtime.pass_manager import condition
 from ...runtime.prompts import unused_position_rows
 from ...runtime.row_assignment import parameter_names
 from ...templates import Tokens
@@ -76,6 +76,7 @@ class LoadedDelta:
     labels: tuple[str, ...] = ()  # the names of its labels, in the order of their ids
     problem_type: str | None = None  # what the outputs of its head mean, as in a configuration of transformers
     tasks: tuple[Task, ...] = ()  # what it can be asked
+    row_tasks: tuple[str, ...] = ()  # the names of the tasks that it learned, of which each row has one
     group: str = ""  # rows of deltas with the same group may share a batch
     prompt_length: int = 0  # how many rows it puts before the text
     prompt_shift: int = 0  # how many positions these rows take
@@ -160,10 +161,7 @@ class Backbone:
         return PreparedDelta(name, facts, self, delta, labels, size)
 
     def _check(self, delta: Delta) -> None:
-        """Refuse what needs to know the task of a row, or which rows of a cache were invoked, which change caches."""
-        tasks = max((edit.form.tasks for edit in delta.all_edits() if isinstance(edit.form, Poly)), default=1)
-        if tasks > 1:
-            raise DeltuneError(f"this delta has {tasks} tasks, and a request does not say which one it has")
+        """Refuse what needs to know which tokens of a cache were invoked."""
         acts = (edit.modification.positions for edit in delta.all_edits())
         if "generate" in HEAD_TASKS[self.head] and (chosen := next((one for one in acts if one != ALL), None)):
             raise DeltuneError(
@@ -222,6 +220,7 @@ class Backbone:
             labels=tuple(label for _, label in labels.id2label),
             problem_type=labels.problem_type,
             tasks=HEAD_TASKS[self.head],
+            row_tasks=delta.tasks,
             group=self._group(internal, prompts),
             prompt_length=prompt_length,
             prompt_shift=prompt_length if all(form.positions == "shift" for form in prompts) else 0,
@@ -261,9 +260,24 @@ class Backbone:
         rows: Sequence[LoadedDelta],
         call: Callable[[], T],
         left_out: frozenset[Edit] | None = None,
+        tasks: Sequence[int] = (),
     ) -> T:
-        """Run passes of the model in which each row uses its own delta; `left_out` is as for `inference_rows`."""
-        with torch.inference_mode(), self.attached.inference_rows([row.internal for row in rows], left_out):
+        """Run passes of the model in which each row uses its own delta.
+
+        Args:
+            rows: The delta of each row.
+            call: Runs the passes.
+            left_out: As for `inference_rows`.
+            tasks: The number of each row's task, where its delta has tasks; by default the first.
+        """
+        facts: dict[str, torch.Tensor] = {}
+        if any(row.row_tasks for row in rows):
+            facts = {"task_ids": torch.tensor(tasks or [0] * len(rows))}
+        with (
+            torch.inference_mode(),
+            self.attached.inference_rows([row.internal for row in rows], left_out),
+            condition(self.attached.passes, facts),
+        ):
             return call()
 
     def positions(self, stack: str, loaded: LoadedDelta) -> int:

@@ -120,7 +120,7 @@ class EncodingLane:
         inputs = self._batch(jobs)
         rows = [job.version for job in jobs]
         call = partial(self._states if self.task == "embed" else self._logits, inputs)
-        outputs = self.backbone.run(rows, call)
+        outputs = self.backbone.run(rows, call, tasks=[job.row_task for job in jobs])
         answer = self._embedding if self.task == "embed" else self._labels
         by_token = outputs.dim() > 2
         begins = [outputs.shape[1] - len(job.tokens) if by_token and self.side == "left" else 0 for job in jobs]

@@ -183,7 +183,7 @@ class GenerationLane:
         reader = None if job.call_form is None else CallReader(job.call_form, job.request.tools)
         row = Row(job, chooser, builder, before, reader=reader)
         if is_decoder and not sampling.prompt_logprobs:
-            row.cached_prompt, row.cached = self.options.prompt_cache.find(job.tenant, job.version, before)
+            row.cached_prompt, row.cached = self.options.prompt_cache.find(job.owner, job.version, before)
         return row
 
     def _read_on(self) -> list[RunningBatch]:
@@ -272,9 +272,9 @@ class GenerationLane:
         """Keep the beginnings of prompts."""
         cache = self.options.prompt_cache
         for number, row in enumerate(batch.rows):
-            if batch.cross is None and cache.wants(row.job.tenant, row.loaded, row.before):
+            if batch.cross is None and cache.wants(row.job.owner, row.loaded, row.before):
                 length = row.length + row.loaded.prompt_length
-                cache.keep(row.job.tenant, row.loaded, row.before, row_of(batch.cache, number, length))
+                cache.keep(row.job.owner, row.loaded, row.before, row_of(batch.cache, number, length))
 
     def _step(self, batch: RunningBatch) -> list[RunningBatch]:
         """Give every row of a batch its next token; if that fails, each row alone."""

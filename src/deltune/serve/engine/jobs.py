@@ -55,6 +55,7 @@ class Job:
     # its answer. It stays pending until there is one, so that it can be cancelled at any time
     future: Future[Answer] = field(default_factory=Future)
     loaded: LoadedDelta | None = None  # the version of its delta, once it has one
+    row_task: int = 0  # the number of its task there, where the delta learned several
     started: float | None = None  # when its first batch began
     lane: object = None  # the queue with its batches that it was put into, once it was
     waiting: bool = True  # whether it waits for its first batch
@@ -67,6 +68,11 @@ class Job:
     @property
     def tenant(self) -> str:
         return self.request.tenant
+
+    @property
+    def owner(self) -> tuple[str, int]:
+        """Whose cached prompts it may begin with: its tenant's, of the same task."""
+        return self.tenant, self.row_task
 
     @property
     def deadline(self) -> float | None:
@@ -342,6 +348,19 @@ def check_task(task: str, tasks: tuple[str, ...], delta: str | None) -> None:
         what = "the base model" if delta is None else f"delta {delta!r}"
         possible = ", ".join(f"{name} ({ENDPOINTS[name]})" for name in tasks) or "nothing"
         raise InvalidRequest(f"{what} cannot be asked to {task}; it can be asked to {possible}")
+
+
+def row_task(job: Job, loaded: LoadedDelta) -> int:
+    """Return the number of the task that a request names, of a delta that learned several."""
+    name, known = job.request.row_task, loaded.row_tasks
+    if known and name is None:
+        raise InvalidRequest(
+            f"delta {loaded.name!r} learned several tasks ({', '.join(known[:20])}): name the one of the input (task)"
+        )
+    if name is not None and name not in known:
+        problem = "the delta has no tasks: leave task out" if not known else unknown_name("task", name, known)
+        raise InvalidRequest(problem)
+    return known.index(name) if name is not None else 0
 
 
 class Stream:

@@ -36,11 +36,11 @@ class PromptCache:
         self._kept: OrderedDict[int, CachedPrompt] = OrderedDict()
         self._found: dict[tuple[object, ...], list[CachedPrompt]] = {}
 
-    def find(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> tuple[CachedPrompt | None, int]:
+    def find(self, owner: object, loaded: LoadedDelta, tokens: Sequence[int]) -> tuple[CachedPrompt | None, int]:
         """Return the beginning with the most, and never all, tokens of a prompt, and how many it has in common."""
         best, length = None, 0
         candidates: list[tuple[CachedPrompt, int]] = []
-        for key, end in _keys(tenant, loaded, tokens[: len(tokens) - 1]):
+        for key, end in _keys(owner, loaded, tokens[: len(tokens) - 1]):
             if key not in self._found:
                 break
             candidates.append((self._found[key][-1], end))
@@ -52,21 +52,21 @@ class PromptCache:
             self._kept.move_to_end(id(best))
         return best, length
 
-    def wants(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> bool:
+    def wants(self, owner: object, loaded: LoadedDelta, tokens: Sequence[int]) -> bool:
         """Return whether a prompt has a block that is not kept yet."""
         if not self.limit or len(tokens) < BLOCK:
             return False
-        *_, (key, _) = _keys(tenant, loaded, tokens)
+        *_, (key, _) = _keys(owner, loaded, tokens)
         return key not in self._found
 
-    def keep(self, tenant: str, loaded: LoadedDelta, tokens: Sequence[int], states: States) -> None:
+    def keep(self, owner: object, loaded: LoadedDelta, tokens: Sequence[int], states: States) -> None:
         """Keep the keys and values of a prompt."""
         whole = len(tokens) // BLOCK * BLOCK
         states = first_columns(states, loaded.prompt_length + whole)
         size = sum(t.numel() * t.element_size() for layer in states if layer is not None for t in layer)
         if size > self.limit:
             return
-        keys = [key for key, _ in _keys(tenant, loaded, tokens)]
+        keys = [key for key, _ in _keys(owner, loaded, tokens)]
         covered = {id(other): other for key in keys for other in self._found.get(key, ())}
         made = CachedPrompt(loaded, tuple(tokens[:whole]), states, keys, size)
         self._kept[id(made)] = made
@@ -93,11 +93,11 @@ class PromptCache:
                 del self._found[key]
 
 
-def _keys(tenant: str, loaded: LoadedDelta, tokens: Sequence[int]) -> list[tuple[tuple[object, ...], int]]:
+def _keys(owner: object, loaded: LoadedDelta, tokens: Sequence[int]) -> list[tuple[tuple[object, ...], int]]:
     """A key for each whole block of tokens, which depends on all blocks before it, and where the block ends."""
     keys: list[tuple[tuple[object, ...], int]] = []
     before = 0
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
         before = hash((before, *tokens[start : start + BLOCK]))
-        keys.append(((tenant, id(loaded), before, start), start + BLOCK))
+        keys.append(((owner, id(loaded), before, start), start + BLOCK))
     return keys

@@ -63,6 +63,7 @@ class Request:
         delta: The name of the delta, or None for the base model.
         tenant: Whose request it is: tenants share the machine fairly.
         sampling: How tokens are chosen, for `generate`.
+        row_task: The task of the input, for a delta that learned several, as `poly` does.
         timeout: Seconds after which the request is given up, counted from its submission; None for no limit.
         tools: The tools that a chat's answer may call, as OpenAI's API describes them; the chat template shows them.
     """
@@ -77,6 +78,7 @@ class Request:
     delta: str | None = None
     tenant: str = "default"
     sampling: Sampling = field(default_factory=Sampling)
+    row_task: str | None = None
     timeout: float | None = None
     tools: tuple[dict[str, Any], ...] = ()
 

@@ -369,7 +369,8 @@ class DecoderRunner(Runner):
         output = self.backbone.run(
             [row.loaded for row in rows],
             lambda: self.model(**inputs).logits[:, -keep:].flatten(0, 1),
-            left_out=left_out,
+            left_out,
+            [row.job.row_task for row in rows],
         )
         return output.float().cpu()
 
@@ -493,7 +494,11 @@ class EncoderDecoderRunner(Runner):
     def _forward(self, rows: list[Row], inputs: dict[str, Any], cache: Cache, cross: Cache) -> torch.Tensor:
         both = EncoderDecoderCache(cache, cross)
         call = {**inputs, "past_key_values": both, "use_cache": True}
-        output = self.backbone.run([row.loaded for row in rows], lambda: self.model(**call).logits[:, -1])
+        output = self.backbone.run(
+            [row.loaded for row in rows],
+            lambda: self.model(**call).logits[:, -1],
+            tasks=[row.job.row_task for row in rows],
+        )
         return output.float().cpu()
 
     def selected(self, parts: Sequence[tuple[RunningBatch, Sequence[int]]]) -> RunningBatch:

@@ -44,7 +44,18 @@ from .encoding import BatchLimits, EncodingLane, LaneContext
 from .folders import HEAD_TASKS, FolderFacts, scan
 from .generation import GenerationLane, GenerationOptions
 from .grammar import Grammars
-from .jobs import LONG_TEXT, Job, Listener, RequestEncoder, Stream, check_pair, check_request, check_task, input_size
+from .jobs import (
+    LONG_TEXT,
+    Job,
+    Listener,
+    RequestEncoder,
+    Stream,
+    check_pair,
+    check_request,
+    check_task,
+    input_size,
+    row_task,
+)
 from .lifecycle import Lifecycle
 from .prompt_cache import PromptCache
 from .queue import Admission, FairShare, FairThread, check_length, cut_length, readable_length
@@ -63,9 +74,9 @@ ENCODED_AT_ONCE = 512
 """Characters up to which `asubmit` reads a text in the event loop itself; a thread reads longer ones and schemas."""
 SECONDS = ("max_pass_seconds", "max_wait", "watch")
 """The numbers of a server that may have a fraction."""
-FROM_ZERO = ("max_wait", "prompt_cache_bytes")
+FROM_ZERO = ("max_wait", "prompt_cache")
 """The numbers of a server that may be 0."""
-OPTIONAL = ("max_loaded", "max_loaded_bytes", "max_names", "max_length", "watch")
+OPTIONAL = ("max_loaded", "max_loaded_bytes", "max_names", "max_request_tokens", "watch")
 """The numbers of a server that may be None."""
 
 
@@ -99,8 +110,8 @@ class Server:
         max_wait: How long a request waits for a fuller batch, in seconds; a decoder's batch is joined at once.
         max_queue: The most requests that wait.
         max_queue_per_tenant: The most requests of one tenant that wait.
-        max_length: The most tokens of a request, those that are generated included. Default: what the model has.
-        prompt_cache_bytes: The size of the cache of prompt beginnings; 0 for none.
+        max_request_tokens: The most tokens of a request, generated ones included. Default: what the model has.
+        prompt_cache: The size of the cache of prompt beginnings; 0 for none.
         watch: Look at the folder of deltas every so many seconds. Default: only `refresh` does.
 
     Raises:
@@ -124,17 +135,17 @@ class Server:
         max_wait: float = 0.005,
         max_queue: int = 1024,
         max_queue_per_tenant: int = 256,
-        max_length: int | None = None,
-        prompt_cache_bytes: int = 64 << 20,
+        max_request_tokens: int | None = None,
+        prompt_cache: int = 64 << 20,
         watch: float | None = None,
     ) -> None:
-        max_loaded_bytes, prompt_cache_bytes = _as_integer(max_loaded_bytes), _as_integer(prompt_cache_bytes)
+        max_loaded_bytes, prompt_cache = _as_integer(max_loaded_bytes), _as_integer(prompt_cache)
         _check_numbers(
             max_loaded=max_loaded, max_loaded_bytes=max_loaded_bytes, max_names=max_names,
             max_batch_tokens=max_batch_tokens, max_batch_size=max_batch_size, max_prefill_tokens=max_prefill_tokens,
-            max_queue=max_queue, max_queue_per_tenant=max_queue_per_tenant, max_length=max_length, watch=watch,
-            max_pass_seconds=max_pass_seconds, max_wait=max_wait,
-            prompt_cache_bytes=prompt_cache_bytes,
+            max_queue=max_queue, max_queue_per_tenant=max_queue_per_tenant, max_request_tokens=max_request_tokens,
+            watch=watch, max_pass_seconds=max_pass_seconds, max_wait=max_wait,
+            prompt_cache=prompt_cache,
         )  # fmt: skip
         self.root = None if deltas is None else user_path(deltas, "deltas")
         if self.root is not None:
@@ -144,7 +155,7 @@ class Server:
             tokenizer = loaded_tokenizer if tokenizer is None else tokenizer
         if not isinstance(model, PreTrainedModel):
             raise DeltuneError(f"a server takes a model of transformers, or its name, not {describe_value(model)}")
-        self.max_length = max_length
+        self.max_request_tokens = max_request_tokens
         self.limits = BatchLimits(max_batch_tokens, max_batch_size, max_wait, max_prefill_tokens, max_pass_seconds)
         self.tokenizer = tokenizer
         self._backbones = Backbones(model)
@@ -152,7 +163,7 @@ class Server:
         vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
         self._encoder = RequestEncoder(tokenizer, first.arguments, first.is_encoder_decoder, vocabulary)
         self._grammars = Grammars(tokenizer)
-        self._options = GenerationOptions(self.limits, self._encoder, PromptCache(prompt_cache_bytes), self._count)
+        self._options = GenerationOptions(self.limits, self._encoder, PromptCache(prompt_cache), self._count)
         if first.head == "causal-lm":
             try:
                 self._options.runner(first)
@@ -355,7 +366,7 @@ class Server:
         if request.timeout is not None and not request.timeout > 0:
             raise InvalidRequest(f"a timeout is a number of seconds above 0, not {request.timeout}")
         loaded = (None if entry is None else entry.current) or self._base
-        readable = readable_length(loaded, self.max_length)
+        readable = readable_length(loaded, self.max_request_tokens)
         cut = cut_length(request, facts.max_length, readable)
         job = self._encoder.encode(request, listener, cut, readable, facts.chat_template)
         job.submitted = arrived
@@ -365,7 +376,7 @@ class Server:
                 raise InvalidRequest("the tokens of a prompt are reported (echo) by decoders; here an encoder reads it")
             if request.sampling.json_schema is not None:
                 job.grammar = self._grammars.grammar(request.sampling.json_schema)
-        check_length(job, loaded, self.max_length)
+        check_length(job, loaded, self.max_request_tokens)
         return job
 
     def _target(self, name: str | None) -> tuple[Entry | None, LoadedDelta | FolderFacts]:
@@ -667,7 +678,8 @@ class Server:
         self._share.enter(job.tenant)  # not before: what waits for its delta says nothing about what is served
         try:
             check_task(job.request.task, loaded.tasks, job.request.delta)
-            check_length(job, loaded, self.max_length)
+            check_length(job, loaded, self.max_request_tokens)
+            job.row_task = row_task(job, loaded)
             job.lane = lane = self._lane(job, loaded)
         except Exception as error:  # such as a family whose caches cannot be served
             self._finish(job, error)

@@ -329,7 +329,8 @@ def threshold(name: str) -> Measurement:
 def _rate(outcome: Outcome, choice: MetricChoice) -> Number | str:
     if "method" not in outcome.spec:
         return "no learning rate"
-    return Number(math.log10(RunConfig.from_canonical(outcome.spec).optim.rate))
+    searched = outcome.extra.get("best", {}).get("lr")
+    return Number(math.log10(searched or RunConfig.from_canonical(outcome.spec).optim.rate))
 
 
 RATE = Measurement(_each(_rate), "powers of ten", name="learning rate")

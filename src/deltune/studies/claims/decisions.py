@@ -31,7 +31,7 @@ from .comparisons import (
     with_derived_axes,
 )
 from .floors import FloorCheck, check_floors
-from .selectors import DATA_AXES, Names
+from .selectors import DATA_AXES, EDGE, Names
 from .statistics import Estimate, holm, holm_levels, paired_estimate
 
 Verdict = Literal["holds", "does not hold", "undecided", "not testable"]
@@ -164,6 +164,7 @@ class Finding:
         floor: The score of the best floor where the deciding comparison was made, in points; None if it was not run.
         full: Full tuning's score there.
         capped: The share of the runs that were compared whose last validation is the best.
+        at_edge: The share whose learning rate is the lowest or the highest of those that were tried.
     """
 
     claim: Claim
@@ -182,6 +183,7 @@ class Finding:
     floor: float | None = None
     full: float | None = None
     capped: float = 0.0
+    at_edge: float = 0.0
 
     @property
     def effect(self) -> float | None:
@@ -586,6 +588,7 @@ def _finding(
         floor=_mean_score([check.floor for check in compared_with]),
         full=_mean_score([check.full for check in compared_with]),
         capped=capped,
+        at_edge=sum(bool(run.extra.get(EDGE)) for run in test.compared) / max(1, len(test.compared)),
     )
 
 

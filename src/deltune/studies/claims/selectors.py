@@ -31,6 +31,8 @@ DATA_AXES = ("task", "target")
 SEED = "seed"
 FLOOR = "floor"
 """The axis of a study's floors and of full tuning beside them. Its cells are not among those that a study compares."""
+EDGE = "rate_at_edge"
+"""Key of an outcome's extra: whether its learning rate is the lowest or the highest of those that were tried."""
 Key = tuple[tuple[str, Hashable], ...]
 """Labels on some axes, in the order of the axes."""
 

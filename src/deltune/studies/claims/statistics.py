@@ -27,7 +27,7 @@ class Estimate:
             seeds, then of the examples if there are any. Without any part, nothing is known about the spread, and
             the interval is the whole line.
         slack: How far the mean may be off for sure besides, whatever the number of seeds (a threshold is known only up
-            to the width of its bisection).
+            to a step of its grid).
     """
 
     mean: float

@@ -224,7 +224,7 @@ class RayPool(WorkerPool):
     """Ray actors with a core for each of their threads; the folder of runs is on a disk that all machines share."""
 
     def __init__(self, workers: int, runs: Path, threads: int = 1, devices: int = 0) -> None:
-        check_extra("ray", "--engine ray needs")
+        check_extra("ray", "--ray needs")
         import ray
 
         super().__init__(workers, runs, threads, devices)

@@ -194,8 +194,8 @@ CHOICE = ("commonsense_qa", "social_iqa")
 SCORE = ("entity_f1", "accuracy")
 SMALLER = "The models are small encoders that were distilled from MiniLM-L6, and they see a part of the data."
 SEARCHED = (
-    f"{SMALLER} Each method has the learning rate, of four, that validates best on each model and task: all four are "
-    "tried under the first seed, and the best two under the second."
+    f"{SMALLER} Each method has the learning rate that validates best on each model and task, of four and of further "
+    "ones while the best is at an edge: all are tried under the first seed, and the best two under the second."
 )
 
 NAMES = {

@@ -1,21 +1,25 @@
-"""The numbers of parameters that leave chance, and that reach full tuning: bisection over powers of two (AP §5.3).
+"""The numbers of parameters that leave chance, and that reach full tuning: monotone fits over a grid of N (AP §5.3).
 
-The low threshold is the smallest N whose 95 % interval over test examples lies above chance. The high threshold is the
-smallest N within 1 point of full tuning (our margin). Each is a bracket [N that is too few, N that is enough] for every
-method, model and seed; seeds are the repeats. A curve that is not monotone crosses a threshold several times; bisection
-finds one of these places. A run that diverges has reached nothing: its N counts as too few.
+Every N of the grid is run under every seed. A score may fall where N grows, by noise or because training fails, so a
+threshold is read from the isotonic fit of a curve, the non-decreasing curve of least squares: it is the smallest N at
+which the fit reaches its level. The low threshold is where Matthews' correlation is higher than a guess may have. The
+high threshold is where accuracy is within 1 point of full tuning's under the same seed (our margin). A run that
+diverges counts as a guess.
+
+Claims compare the thresholds of each seed's own curve. A figure shows those of the mean curve, with their interval.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
 
-from scipy import stats
+import numpy as np
 
+from ..claims.comparisons import GUESSES_BELOW
 from ..jobs.job import Cell, Job, Outcome
 from ..jobs.store import JobRecord
 from ..study import CellPlan, PlannedCell, Records, job_outcomes
@@ -23,130 +27,128 @@ from ..study import CellPlan, PlannedCell, Records, job_outcomes
 FULL_TUNING_MARGIN = 0.01
 """How far below full tuning a score in [0, 1] may lie and still count as reaching it."""
 
-Z = statistics.NormalDist().inv_cdf(0.975)
-
 Bracket = tuple[int, int | None]
 """(N that is too few, N that is enough); (the largest N, None) if even that is too few."""
 
 
 @dataclass(frozen=True)
-class ThresholdSearch:
-    """The search for both thresholds of one method, model and seed.
+class ThresholdGrid:
+    """The runs from which both thresholds of one method and model are read.
 
     Attributes:
-        cell: The cell of the result, without the axis N.
-        sizes: The values of N to choose from, ascending.
-        run: N -> its job.
-        full: Full tuning's job.
-        chance: The score of guessing.
-        metric: The score that counts.
-        tries: Cells whose jobs determine the jobs of the search, such as runs that try learning rates.
+        cell: The cell of the result, without the axes N and seed.
+        sizes: The values of N, ascending.
+        seeds: The seeds.
+        run: N and seed -> its job.
+        full: Seed -> full tuning's job.
+        chance: The accuracy of guessing.
+        tries: Cells whose jobs determine these jobs, such as runs that try learning rates.
     """
 
     cell: Cell
     sizes: tuple[int, ...]
-    run: Callable[[int], Job]
-    full: Job
+    seeds: tuple[int, ...]
+    run: Callable[[int, int], Job]
+    full: Callable[[int], Job]
     chance: float
-    metric: str = "accuracy"
     tries: tuple[PlannedCell, ...] = ()
 
 
-def powers_of_two(most: int, first: int = 4) -> tuple[int, ...]:
+def powers_of_two(most: int, first: int = 64) -> tuple[int, ...]:
     """Return the powers of two in [first, most]."""
     return tuple(2**k for k in range(math.ceil(math.log2(first)), int(math.log2(most)) + 1))
 
 
-def bisect_sizes(sizes: Sequence[int], is_enough: Callable[[int], bool | None]) -> tuple[list[int], Bracket | None]:
-    """Find the smallest size that is enough, as far as answers are there.
+@lru_cache(1024)
+def find_thresholds(
+    sizes: tuple[int, ...], curves: tuple[tuple[float, ...], ...], level: float
+) -> tuple[tuple[Bracket, ...], Bracket]:
+    """Read a threshold from isotonic fits of curves over N, one for each seed.
 
-    The middle size is tried first, so that no answer depends on what the largest does. N = 0 is too few by definition.
-    At most ⌈log2(len(sizes) + 1)⌉ sizes are tried. Return the sizes that were tried, in order, and the bracket, which
-    is None as long as an answer is missing.
+    The fit of the mean curve is bootstrapped over seeds; of up to four seeds all resamples are taken.
+
+    Returns:
+        The bracket of each seed's curve, and the interval of 95 % of the mean curve's threshold, between two N of the
+        grid; (the largest N, None) if the level is not reached.
     """
-    low, high = -1, len(sizes)
-    tried: list[int] = []
-    while high - low > 1:
-        at = (low + high) // 2
-        tried.append(sizes[at])
-        enough = is_enough(sizes[at])
-        if enough is None:
-            return tried, None
-        low, high = (low, at) if enough else (at, high)
-    return tried, (sizes[low] if low >= 0 else 0, sizes[high] if high < len(sizes) else None)
+    from sklearn.isotonic import IsotonicRegression
+
+    def place(curve: np.ndarray) -> int:
+        """Return the place of the smallest N at which the fit reaches the level; the number of N if none does."""
+        fit = IsotonicRegression().fit_transform(np.arange(len(sizes)), curve)
+        return int(np.searchsorted(fit, level - 1e-9))
+
+    def size(at: int) -> int | None:
+        return sizes[at] if at < len(sizes) else None
+
+    values, n = np.array(curves), len(curves)
+    brackets = tuple((sizes[at - 1] if at else 0, size(at)) for at in map(place, values))
+    if n <= 4:
+        resamples = [*itertools.product(range(n), repeat=n)]
+    else:
+        resamples = [*map(tuple, np.random.default_rng(0).integers(n, size=(1000, n)).tolist())]
+    of_counts = {key: place(values[list(key)].mean(axis=0)) for key in {tuple(sorted(one)) for one in resamples}}
+    places = [of_counts[tuple(sorted(one))] for one in resamples]
+    low, high = np.quantile(places, (0.025, 0.975), method="inverted_cdf").tolist()
+    return brackets, (size(low) or sizes[-1], size(high))
 
 
-def is_above_chance(result: Mapping[str, Any], metric: str, chance: float) -> bool:
-    """Return whether the 95 % interval of a score over examples lies above chance.
+def threshold_cells(grid: ThresholdGrid, records: Records) -> list[PlannedCell]:
+    """Return a cell for every N and seed, and one for the thresholds of each seed.
 
-    The interval is Wilson's where each example is right or wrong, and the normal one elsewhere.
+    The cells of the runs have an axis N. Those of the thresholds have none; their extra holds the brackets "low" and
+    "high" of the seed, and the intervals "low of the mean" and "high of the mean". They have no job until all runs have
+    ended, unless one has failed.
     """
-    examples = [float(value) for value in result["examples"].get(metric, ())]
-    if not examples:
-        return bool(result["scores"][metric] > chance)
-    if set(examples) <= {0.0, 1.0}:
-        return float(stats.binomtest(round(sum(examples)), len(examples)).proportion_ci(0.95, "wilson").low) > chance
-    if len(examples) < 2:
-        return False
-    return statistics.fmean(examples) - Z * statistics.stdev(examples) / math.sqrt(len(examples)) > chance
+    jobs = {seed: [grid.run(n, seed) for n in grid.sizes] for seed in grid.seeds}
+    runs = [
+        PlannedCell({**grid.cell, "N": n, "seed": seed}, job)
+        for seed, of_seed in jobs.items()
+        for n, job in zip(grid.sizes, of_seed, strict=True)
+    ]
+    needed = [job for seed in grid.seeds for job in (*jobs[seed], grid.full(seed))]
+    ended = {job: records[job.name] for job in needed if job.name in records}
+    full = {grid.full(seed) for seed in grid.seeds}
+    failed = [job for job, record in ended.items() if record.result is None and not _is_guess(record, job in full)]
+    if failed or len(ended) < len(set(needed)):
+        waiting = failed[0] if failed else None
+        return [*runs, *(PlannedCell({**grid.cell, "seed": seed}, waiting, tries=grid.tries) for seed in grid.seeds)]
+
+    def scores(job: Job) -> Mapping[str, float]:
+        result = ended[job].result
+        return {"accuracy": grid.chance, "matthews": 0.0} if result is None else result["scores"]
+
+    correlations = tuple(tuple(scores(job)["matthews"] for job in jobs[seed]) for seed in grid.seeds)
+    leads = tuple(
+        tuple(scores(job)["accuracy"] - scores(grid.full(seed))["accuracy"] for job in jobs[seed])
+        for seed in grid.seeds
+    )
+    rows = next((len(r.result["examples"].get("accuracy", ())) for r in ended.values() if r.result is not None), 0)
+    low, low_of_mean = find_thresholds(grid.sizes, correlations, GUESSES_BELOW / math.sqrt(max(1, rows)))
+    high, high_of_mean = find_thresholds(grid.sizes, leads, -FULL_TUNING_MARGIN)
+    mean = {"low of the mean": list(low_of_mean), "high of the mean": list(high_of_mean)}
+    for i, seed in enumerate(grid.seeds):
+        job = next((job for job in jobs[seed] if ended[job].result is not None), jobs[seed][0])
+        extra = {"low": list(low[i]), "high": list(high[i]), **mean}
+        runs.append(PlannedCell({**grid.cell, "seed": seed}, job, extra, tries=grid.tries))
+    return runs
 
 
-def reaches_full_tuning(result: Mapping[str, Any], full: Mapping[str, Any], metric: str) -> bool:
-    """Return whether a score lies at most `FULL_TUNING_MARGIN` below full tuning's."""
-    return bool(result["scores"][metric] >= full["scores"][metric] - FULL_TUNING_MARGIN - 1e-9)
+def _is_guess(record: JobRecord, is_full: bool) -> bool:
+    """Return whether a run without a result counts as a guess: it diverged, and nothing is measured by it."""
+    return record.error_kind == "diverged" and not is_full
 
 
-def search_cells(search: ThresholdSearch, records: Records) -> list[PlannedCell]:
-    """Return a cell for every N that the bisections have tried so far, and the cell of the two brackets.
-
-    The cells of the runs have an axis N. The last cell, of the brackets, has none; its extra holds the brackets
-    "low" and "high" that are found, and its job is None until both are, unless a run has failed.
-    """
-
-    def result(job: Job) -> Mapping[str, Any] | None:
-        record = records.get(job.name)
-        return None if record is None else record.result
-
-    def leaves_chance(n: int) -> bool | None:
-        run = result(search.run(n))
-        if run is None:
-            return False if has_diverged(n) else None
-        return is_above_chance(run, search.metric, search.chance)
-
-    def reaches_full(n: int) -> bool | None:
-        run, full = result(search.run(n)), result(search.full)
-        if run is None or full is None:
-            return False if run is None and has_diverged(n) else None
-        return reaches_full_tuning(run, full, search.metric)
-
-    def has_diverged(n: int) -> bool:
-        record = records.get(search.run(n).name)
-        return record is not None and record.error_kind == "diverged"
-
-    bisections = {"low": bisect_sizes(search.sizes, leaves_chance), "high": bisect_sizes(search.sizes, reaches_full)}
-    tried = dict.fromkeys(n for sizes, _ in bisections.values() for n in sizes)
-    cells = [PlannedCell({**search.cell, "N": n}, search.run(n)) for n in sorted(tried)]
-    ended = [n for n in tried if search.run(n).name in records]
-    failed = [search.run(n) for n in ended if result(search.run(n)) is None and not has_diverged(n)]
-    failed += [search.full] if search.full.name in records and result(search.full) is None else []
-    succeeded = [search.run(n) for n in ended if result(search.run(n)) is not None]
-    done = all(bracket is not None for _, bracket in bisections.values())
-    # The job of the brackets' cell is one that has ended: a failed one, else any other, for its count and its spec.
-    last = next(iter([*failed, *succeeded, *map(search.run, ended)]), None) if done or failed else None
-    extra = {name: list(bracket) for name, (_, bracket) in bisections.items() if bracket is not None}
-    return [*cells, PlannedCell(search.cell, last, extra, tries=search.tries)]
-
-
-def plan_searches(searches: Sequence[ThresholdSearch]) -> CellPlan:
-    """Return the cells of all searches, and full tuning once for each of its jobs, at N = all parameters."""
-    full = {search.full: search for search in reversed(searches)}
+def plan_thresholds(grids: Sequence[ThresholdGrid]) -> CellPlan:
+    """Return the cells of all grids, and full tuning once for each of its jobs, at N = all parameters."""
+    full = {grid.full(seed): {**grid.cell, "seed": seed} for grid in reversed(grids) for seed in grid.seeds}
 
     def plan_cells(records: Records) -> list[PlannedCell]:
         cells = [
-            PlannedCell({**search.cell, "method": "full", "N": _model_size(records.get(job.name))}, job)
-            for job, search in full.items()
+            PlannedCell({**cell, "method": "full", "N": _model_size(records.get(job.name))}, job)
+            for job, cell in full.items()
         ]
-        return [*cells, *(planned for search in searches for planned in search_cells(search, records))]
+        return [*cells, *(planned for grid in grids for planned in threshold_cells(grid, records))]
 
     return plan_cells
 
@@ -157,8 +159,8 @@ def _model_size(record: JobRecord | None) -> int:
 
 
 def threshold_outcomes(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
-    """Return the outcome of a run; of the brackets' cell the brackets alone, since its run has a cell of its own."""
+    """Return the outcome of a run; of a cell of thresholds these alone, since its run has a cell of its own."""
     (outcome,) = job_outcomes(planned, record)
-    if "N" in planned.cell or (outcome.error is not None and len(planned.extra) < 2):
+    if "N" in planned.cell or "low" not in planned.extra:
         return [outcome]
     return [Outcome(planned.cell, outcome.spec, count=outcome.count, extra=planned.extra)]

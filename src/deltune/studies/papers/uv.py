@@ -226,8 +226,8 @@ TIME_NOTE = (
     "percent of full tuning's."
 )
 SEARCHED_NOTE = (
-    "Each method at each size has the learning rate, of four, that validates best on each model and task: all four are "
-    "tried under the first seed, and the best two under the second."
+    "Each method at each size has the learning rate that validates best on each model and task, of four and of further "
+    "ones while the best is at an edge: all are tried under the first seed, and the best two under the second."
 )
 UNTUNED_SMALL_NOTE = (
     "There are two tasks in place of summaries and translation. In the first, “g2p”, a BART with one layer on either "
@@ -362,7 +362,7 @@ def budget(setup: StudySetup) -> Study:
         (
             Scatter(
                 title="Score against parameters (UV figures 2 and 4)", y=METRIC, panels="task", display_names=NAMES,
-                reference_lines={"full tuning": {"method": "full"}},
+                reference_lines={"full tuning": {"method": "full"}}, leads=True,
             ),
             TableSpec(title="The numbers", groups="method", rows="budget", metric=METRIC, display_names=NAMES,
                       average=False),

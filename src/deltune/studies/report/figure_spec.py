@@ -79,9 +79,11 @@ class FigureSpec(ViewSpec):
         panels: An axis with a panel for each of its labels.
         reference_lines: Horizontal lines: name -> a number, or the outcomes whose mean it is, which are then not drawn
             otherwise.
+        leads: Whether the figure stands on top of a page of several studies.
     """
 
     panels: str = ""
+    leads: bool = False
     reference_lines: Mapping[str, LabelFilter | float] = field(default_factory=dict)
 
 

@@ -244,7 +244,7 @@ class FigureDraft:
             self.figure.draw_without_rendering()
         self.figure.set_layout_engine("none")  # laid out again it would move by fractions of a pixel
         notes = tuple(dict.fromkeys(self.notes))
-        return DrawnFigure(self.view.title, ". ".join(self.text), notes, self.figure, self.caption)
+        return DrawnFigure(self.view.title, ". ".join(self.text), notes, self.figure, self.caption, self.view.leads)
 
 
 def start_figure(
@@ -513,7 +513,8 @@ def draw_curves(view: Curves, outcomes: Iterable[Outcome]) -> FigureDraft:
     strip = 0.4 if view.gap else max(0.25, 0.065 * n_series) if view.marks else 0.0
     draft = start_figure(view, outcomes, view.y, strip=strip)
     thresholds = [outcome for outcome in draft.outcomes if any(mark in outcome.extra for mark in view.marks)]
-    draft.outcomes = [o for o in draft.outcomes if o not in thresholds or view.x in o.cell or view.x in o.count]
+    if view.marks:  # what is marked may be waiting for runs
+        draft.outcomes = [o for o in draft.outcomes if view.x in o.cell or view.x in o.count]
     series = draft.distinguishing_axes(as_tuple(view.series))
     of_steps = replace(view, entries=CURVE) if stepped else view
     aggregates = draft.aggregate(view.y, (*series, view.x), view.x, of_steps)
@@ -605,7 +606,7 @@ def _draw_marks(
     styles: Mapping[Labels, SeriesStyle],
 ) -> None:  # fmt: skip
     """Draw a row for each series with the interval of each mark, and describe its ends in words."""
-    rows = list(styles)
+    rows, drawn = list(styles), set[Any]()
     for outcome in thresholds:
         labels = tuple(outcome.cell.get(axis) for axis in series)
         if labels not in styles or (draft.outer and outcome.cell.get(view.panels) != panel):
@@ -613,8 +614,9 @@ def _draw_marks(
         y, colour, name = rows.index(labels), styles[labels].colour, draft.name(labels)
         for shape, mark in zip(MARK_SHAPES, view.marks, strict=False):
             value = outcome.extra.get(mark)
-            if value is None:
+            if value is None or (key := (labels, mark, str(value))) in drawn:
                 continue
+            drawn.add(key)
             look: dict[str, Any] = {"marker": ">", "markerfacecolor": "white", "markersize": 6}
             low, high = (value, value) if isinstance(value, (int, float)) else value
             shown = view.display(mark)
@@ -626,7 +628,7 @@ def _draw_marks(
                 strip.plot([low, high], [y, y], color=colour, linewidth=3.2, solid_capstyle="butt", alpha=0.55)
                 at = (low * high) ** 0.5 if low > 0 else (low + high) / 2
                 look = {"marker": shape, "markeredgecolor": "white", "markersize": 6}
-                legend = f"{shown} threshold, for each {view.repetition}"
+                legend = f"{shown} threshold"
                 draft.text.append(f"{name}: {shown} between {short_number(low)} and {short_number(high)}")
             (end,) = strip.plot([at], [y], color=colour, linestyle="none", **look)
             end.set_label(f"mark {mark} {name}")
@@ -653,7 +655,7 @@ class DrawnFigure:
     """A finished figure.
 
     Its text says what it shows to those who do not see it, its notes what it lacks, and its caption what marks, bars
-    and bands stand for.
+    and bands stand for. If it leads, it stands on top of a page of several studies.
     """
 
     title: str
@@ -661,6 +663,7 @@ class DrawnFigure:
     notes: tuple[str, ...]
     figure: Figure
     caption: str = ""
+    leads: bool = False
 
     def svg(self) -> str:
         """Return the figure as SVG."""

@@ -139,14 +139,16 @@ def _score_text(score: float | None, result: ComparisonResult | None) -> str:
 def _why(finding: Finding) -> str:
     """Say in a sentence what a verdict rests on, or what it lacks."""
     result = finding.deciding
+    at_edge = f"{finding.at_edge:.0%} of the runs have a rate at the edge of those tried" if finding.at_edge else ""
     caveats = [
         f"{finding.at_chance} of {finding.n_runs} runs are no better than chance" if finding.at_chance else "",
         f"{finding.capped:.0%} of the runs are at their best when they end" if finding.capped >= CAPPED else "",
+        at_edge,
         _dissent(result),
     ]
     more = "; ".join(text for text in caveats if text)
     if finding.verdict == "not testable":
-        return _sentence(finding.reason)
+        return _sentence("; ".join(filter(None, (finding.reason, at_edge))))
     if finding.verdict == "undecided":
         text = finding.resolution.text if finding.resolution is not None else _sentence(finding.note)
         return f"{text} {_sentence(more)}".strip()

@@ -60,6 +60,8 @@ from .tables import (
 )
 
 MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 7 points); below that its box scrolls
+FONT = re.compile(r"font-family: [^;\"]*; ")
+"""A figure's font, which matplotlib writes at each of its words."""
 FIRST_CLAIMS = 10
 """The claims of the table on top: those whose verdicts are the least likely to be chance."""
 
@@ -69,6 +71,8 @@ def _figure_context(figure: DrawnFigure, prefix: str) -> dict[str, Any]:
     width = 96 * figure.figure.get_figwidth()
     style = f"min-width:{MIN_SHRINK * width:.0f}px;max-width:{1.25 * width:.0f}px"
     svg = _trim_svg(figure.svg(), prefix)
+    font = FONT.search(svg)
+    style, svg = f"{font[0] if font else ''}{style}", FONT.sub("", svg)
     view_box = re.search(r'viewBox="([^"]*)"', svg)
     body = Markup(svg[svg.index(">") + 1 :])  # matplotlib's own marks, in which every word is escaped
     image = Markup('<svg viewBox="{}" role="img" style="{}"><title>{}</title>{}').format(
@@ -78,7 +82,10 @@ def _figure_context(figure: DrawnFigure, prefix: str) -> dict[str, Any]:
 
 
 def _trim_svg(svg: str, prefix: str) -> str:
-    """Return one <svg> element for HTML: no prolog, comments, metadata or name spaces; ids in use get the prefix."""
+    """Return one <svg> element for HTML: no prolog, comments, metadata or name spaces; ids in use get the prefix.
+
+    Coordinates are cut to hundredths of a point.
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<!--.*?-->", "", svg, flags=re.S)
     svg = re.sub(r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>", "", svg, flags=re.S)
@@ -86,6 +93,7 @@ def _trim_svg(svg: str, prefix: str) -> str:
     used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", svg))
     svg = re.sub(r"\s+id=\"([^\"]*)\"", lambda m: f' id="{prefix}{m[1]}"' if m[1] in used else "", svg)
     svg = re.sub(r"\bhref=\"#", f'href="#{prefix}', svg).replace("url(#", f"url(#{prefix}")
+    svg = re.sub(r'"[^"<>]*"', lambda value: re.sub(r"(\.\d\d)\d+", r"\1", value[0]), svg)
     return re.sub(r">\s+<", "><", svg)
 
 
@@ -145,6 +153,7 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
         title=title or _title(sections, list(papers), small), parts=parts, small=small, glyphs=GLYPHS, zip=zip,
         note_mark=note_mark, table_legend=table_legend,
         first=_first_claims([study for part in parts for study in part["claims"]]),
+        lead=_lead([study for part in parts for study in part["studies"]]),
         summary=_runs_in_words(sections), in_words=findings_in_words(sections), n_studies=len(sections),
         about_papers=printed_in_words(sections),
         disagree=[
@@ -171,16 +180,27 @@ def _first_claims(studies: Sequence[dict[str, Any]]) -> list[tuple[ClaimRow, dic
     return [(row, study) for _, row, study in decided[:FIRST_CLAIMS]]
 
 
+def _lead(studies: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the figure on top of a page of several studies, with its study."""
+    leading = [
+        {"picture": drawn, "study": study["id"], "name": study["section"].title}
+        for study in studies for drawn in study["figures"] if drawn["figure"].leads
+    ]  # fmt: skip
+    return leading[0] if leading and len(studies) > 1 else None
+
+
 NUMBERS = {1: "a paper", 2: "two papers", 3: "three papers"}
 
 
 def _title(sections: Sequence[Section], papers: Sequence[Paper | None], small: bool) -> str:
+    """Return the title of the page; studies of our own may stand beside those of papers."""
     if len(sections) == 1:
         return f"{sections[0].title}, at small scale" if small else sections[0].title
-    if None in papers or len(papers) not in NUMBERS:
+    number = len([paper for paper in papers if paper is not None])
+    if number not in NUMBERS:
         return "deltune report"
     scale = "a reproduction in miniature" if small else "a reproduction at the papers' scale"
-    return f"Parameter-efficient fine-tuning: {scale} of {NUMBERS[len(papers)]}"
+    return f"Parameter-efficient fine-tuning: {scale} of {NUMBERS[number]}"
 
 
 def findings_in_words(sections: Sequence[Section]) -> str:

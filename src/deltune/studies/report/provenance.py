@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from ..._version import __version__
 from ...errors import check_booleans, counted, number_range, word_list
 from ...train import OptimSection
-from ..claims.selectors import SEED
+from ..claims.selectors import EDGE, SEED
 from ..jobs.job import Outcome
 from ..jobs.store import DIRTY, JobRecord
 from .tables import format_percent
@@ -175,7 +175,7 @@ DEFAULT_BATCH, DEFAULT_EPOCHS = (int(OptimSection.model_fields[name].default) fo
 """The defaults of a run, which its spec leaves out."""
 
 
-def training_facts(outcomes: Iterable[Outcome], names: Mapping[str, str], train_rows: Mapping[str, int]) -> str:
+def training_facts(outcomes: Sequence[Outcome], names: Mapping[str, str], train_rows: Mapping[str, int]) -> str:
     """Return a sentence for each task: its training rows, steps and test rows; empty if no run is done."""
     by_task: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -186,7 +186,19 @@ def training_facts(outcomes: Iterable[Outcome], names: Mapping[str, str], train_
         facts = [_training_rows(of_task, train_rows.get(task)), _steps(of_task, train_rows.get(task)), _tested(of_task)]
         text = ", ".join(fact for fact in facts if fact)
         tasks.setdefault(text, []).append(names.get(task, task))
-    return " ".join(f"{word_list(of_text)}: {text}." for text, of_text in tasks.items() if text)
+    sentences = [f"{word_list(of_text)}: {text}." for text, of_text in tasks.items() if text]
+    return " ".join([*sentences, *_rates_at_edges(outcomes)])
+
+
+def _rates_at_edges(outcomes: Iterable[Outcome]) -> list[str]:
+    """Say how many of the learning rates that were chosen are the lowest or the highest that was tried."""
+    chosen = {
+        tuple((axis, label) for axis, label in outcome.cell.items() if axis not in (SEED, "target", "N")):
+        bool(outcome.extra[EDGE]) for outcome in outcomes if EDGE in outcome.extra
+    }  # fmt: skip
+    at_edge = sum(chosen.values())
+    rates = f"{at_edge} of {counted(len(chosen), 'chosen learning rate')}"
+    return [f"{rates} {'is' if at_edge == 1 else 'are'} the lowest or highest that was tried."] if at_edge else []
 
 
 def _training_rows(outcomes: Sequence[Outcome], most: int | None) -> str:

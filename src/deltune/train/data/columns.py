@@ -37,11 +37,12 @@ ColumnNames = Mapping[str, str] | Sequence[str]
 """The columns to use: by role, or in the order of the roles."""
 LossOn = Literal["answers", "all", "last"]
 """Which tokens of a conversation are trained: of all answers, all, or of the last answer."""
-ColumnType = Literal["text", "texts", "label", "labels", "number", "index", "answers", "conversation", "spans"]
+ColumnType = Literal["text", "texts", "name", "label", "labels", "number", "index", "answers", "conversation", "spans"]
 
 TYPE_DESCRIPTIONS: Mapping[ColumnType, str] = {
     "text": "text",
     "texts": "a list of texts",
+    "name": "a name",
     "label": "a label",
     "labels": "a list of labels",
     "number": "a number",
@@ -69,7 +70,7 @@ class Column:
     optional: bool = False
 
 
-TASK_COLUMNS: Mapping[str, tuple[Column, ...]] = {
+_COLUMNS: Mapping[str, tuple[Column, ...]] = {
     "classification": (
         Column("text", "text", ()),
         Column("pair", "text", (), optional=True),
@@ -109,13 +110,21 @@ TASK_COLUMNS: Mapping[str, tuple[Column, ...]] = {
     "chat": (Column("conversation", "conversation", ()),),
     "preference": (Column("conversation", "conversation", ()),),
 }
+
+TASK = Column("task", "name", (), optional=True)
+"""The task of a row, of several that a method such as `poly` learns. It is always named; conversations have none."""
+
+TASK_COLUMNS: Mapping[str, tuple[Column, ...]] = {
+    kind: columns if columns[0].type == "conversation" else (columns[0], *columns[1:-1], TASK, *columns[1:][-1:])
+    for kind, columns in _COLUMNS.items()
+}
 """Task kind -> its columns, in the order in which they are listed."""
 
 INPUT_TYPES: Mapping[str, ColumnType] = {
     column.role: column.type
     for columns in TASK_COLUMNS.values()
     for column in columns
-    if column.type in ("text", "texts")
+    if column.type in ("text", "texts", "name")
 }
 """Role -> type of the columns that a model is given; all other columns hold what it should answer."""
 
@@ -192,7 +201,7 @@ def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unr
         "source",
         "target",
     ]:
-        targets = TASK_COLUMNS["generation"][1].usual_names
+        targets = TASK_COLUMNS["generation"][-1].usual_names
         doubtful = [c for c in unread if c.lower() in (*inputs, *targets) or _is_prose(first, c)]
     doubtful = [c for c in doubtful if _holds_text(first, c)]
     if kind == "multilabel" and "+" in chosen["labels"]:  # flags beside a number, which may be what is to be predicted
@@ -360,7 +369,8 @@ def _explicit_columns(kind: str, names: ColumnNames, problems: list[str]) -> dic
     columns = TASK_COLUMNS[kind]
     roles = [c.role for c in columns]
     required = {c.role for c in columns if not c.optional}
-    in_order = roles if len(names) == len(roles) else [c.role for c in columns if not c.optional]
+    ordered = [c.role for c in columns if c is not TASK]
+    in_order = ordered if len(names) == len(ordered) else [c.role for c in columns if not c.optional]
     chosen = dict(names) if isinstance(names, Mapping) else dict(zip(in_order, names, strict=False))
     mistakes = [unknown_name("role of a column", role, roles) for role in chosen if role not in roles]
     if required - set(chosen) or len(set(chosen.values())) < len(names):
@@ -475,6 +485,8 @@ def value_fits(column_type: ColumnType, value: Any) -> bool:
         return isinstance(value, str)
     if column_type == "texts":
         return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
+    if column_type == "name":
+        return isinstance(value, str | int) and not isinstance(value, bool) and value != ""
     if column_type == "labels":
         return isinstance(value, list) and all(isinstance(v, str | int) for v in value)
     if column_type == "number":

@@ -280,7 +280,7 @@ def load_data(
     if layout is not None:
         apply_layout(files, layout, problems)
         columns, labels = columns or layout.column_names, labels or layout.labels
-    first = next((files[split] for split in needed if split in files), None)
+    first, requested = next((files[split] for split in needed if split in files), None), columns
     is_one_file = training and folder.is_file() and ".txt" not in folder.suffixes
     if first and first.rows and (format := formats.choose(first, kind, columns or raw.column_names)):
         return _load_conversations(source, files, *format, max_rows or {}, seed, problems, is_one_file)
@@ -298,6 +298,8 @@ def load_data(
     chosen = choose_columns(kind, first, columns, raw.column_names, problems) if first else {}
     if not chosen or not first or not first.rows:
         raise file_error(f"data {source}", problems)
+    if isinstance(requested, Mapping) and "task" in requested and "task" not in chosen:
+        problems.append(f"the task of a row (task={requested['task']}) is not read from data of this shape: {shape}")
     unread = unread_columns(first, raw.column_names, chosen) if guesses_columns else ()
     if shape and original:
         unread = unread_columns(original, None, {c: c for c in shape.source_columns})
@@ -763,6 +765,8 @@ def _normalized_value(column: Column, value: Any, ids: Mapping[str, int]) -> Any
     if column.type in ("label", "labels"):
         numbers = [ids[str(label)] for label in _labels(value)]
         return numbers if column.type == "labels" else numbers[0]
+    if column.type == "name":
+        return str(value)
     return int(value) if column.type == "index" else float(value) if column.type == "number" else value
 
 

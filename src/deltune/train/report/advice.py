@@ -87,6 +87,7 @@ def advice(finished: FinishedRun) -> list[str]:
         *(nothing or ([] if has_learned else loss_stayed(finished.best_config, finished.log))),
         *beaten_by_probe(finished.best_config, finished.best_metrics, finished.split),
         *loss_rose(finished.best_config, finished.log),
+        *(str(line["untrained"]) for line in finished.log if "untrained" in line),
         *never_rewarded(finished.log),
         *still_improving(finished.best_config, finished.best_metrics, finished.log),
         *(

@@ -322,11 +322,13 @@ def _commands(finished: FinishedRun) -> tuple[str, ...]:
     text = [f'deltune predict {folder} --text "…"'] if finished.data.kind in TEXT_KINDS else []
     objective = finished.best_config.objective.kind
     if finished.data.kind in ("chat", "preference") and objective != "reward":
-        text = [f"deltune chat {folder}"]
+        trained = finished.best.trained
+        talks = trained is not None and trained.chat_template is not None
+        text = [f"deltune chat {folder}" if talks else f'deltune generate {folder} --prompt "…"']
     parts = parse(finished.best_config.method.expression).parts
     forms = [part.form for part in parts if isinstance(part, Modification)]
     may_merge = all(type(form).affine is not Form.affine for form in forms)  # whether it can be, merging itself says
-    merge = [f"deltune merge {folder} --to DIR"] if may_merge else []
+    merge = [f"deltune merge {folder} --output DIR"] if may_merge else []
     return (*text, *([] if objective == "reward" else [f"deltune evaluate {folder} --data OTHER"]), *merge)
 
 

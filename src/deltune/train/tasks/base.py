@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ...runtime.attach import tuned
+from ...errors import DeltuneError, unknown_name
+from ...runtime.attach import find_tuned, tuned
+from ...runtime.modules import Delta
 from ...runtime.padding import eval_mode, padding_side
 from ..data.columns import LossOn
-from .encoding import EncodedRows, collate, longest_first
+from .encoding import EncodedRows, Row, collate, longest_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -46,6 +48,49 @@ class TaskOptions:
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which a forward pass runs in a precision: torch.autocast for "bf16", none for "fp32"."""
     return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
+
+
+def check_tasks(delta: Delta, names: Iterable[str] | None, data: str) -> None:
+    """Check that data says the task of each row where a delta has tasks, and only there.
+
+    Args:
+        delta: The delta.
+        names: The names of the tasks of the rows; None where there is no such column.
+        data: What the data is called.
+
+    Raises:
+        DeltuneError: The data lacks the column or should have none, or the delta does not know a task.
+    """
+    if not delta.tasks and names is not None:
+        raise DeltuneError(
+            f"{delta.method!r} has no tasks, so that task=… of the columns has no meaning: leave it out, or give a "
+            "method with several tasks, such as poly(tasks=3) or mtl_lora(tasks=3)"
+        )
+    if delta.tasks and names is None:
+        raise DeltuneError(
+            f"{delta.method!r} has {len(delta.tasks)} tasks, and {data} does not say which one a row has: name the "
+            "column that does, --columns …,task=NAME (conversations have none)"
+        )
+    if unknown := sorted({*(names or ())} - {*delta.tasks}):
+        raise DeltuneError(unknown_name("task", unknown[0], delta.tasks, where=data))
+
+
+def task_ids(model: Any, rows: Sequence[Row], deltas: Sequence[str | None] | None = None) -> list[int] | None:
+    """Return the number of each row's task, as the delta of the row counts them; None where rows have no tasks."""
+    handle = find_tuned(model)
+    if handle is None or "task" not in rows[0]:
+        return None
+    in_use = (handle.active,) if isinstance(handle.active, str) else handle.active or ()
+    used = [in_use] * len(rows) if deltas is None else [() if name is None else (name,) for name in deltas]
+    known = [max((handle.delta(name).tasks for name in names), key=len, default=()) for names in used]
+    if not any(known):
+        return None
+    return [tasks.index(row["task"]) if tasks else 0 for row, tasks in zip(rows, known, strict=True)]
+
+
+def condition_of_rows(model: Any, ids: Sequence[int] | torch.Tensor | None) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which a pass knows the tasks of its rows; None: there are none."""
+    return contextlib.nullcontext() if ids is None else tuned(model).condition(task_ids=ids)
 
 
 @dataclass(frozen=True)
@@ -85,10 +130,12 @@ class InferenceContext:
         cast = autocast(device, self.precision)
         with eval_mode(model):
             for indices in batches:
-                batch = collate(self.tokenizer, model, encoded.__getitems__(indices))
+                rows = encoded.__getitems__(indices)
+                batch = collate(self.tokenizer, model, rows)
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
                 deltas = [self.deltas[i] for i in indices] if self.deltas else None
-                with cast, tuned(model).rows(deltas) if deltas else contextlib.nullcontext():
+                use = tuned(model).rows(deltas) if deltas else contextlib.nullcontext()
+                with cast, use, condition_of_rows(model, task_ids(model, rows, deltas)):
                     process(indices, batch)
                 if self.on_progress is not None:
                     self.on_progress(len(indices))

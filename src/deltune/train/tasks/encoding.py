@@ -113,7 +113,9 @@ def in_chunks(encode: Callable[..., EncodedRows]) -> Callable[..., EncodedRows]:
         names = row_names(columns)
         for first, part in in_slices({**columns, "id": names}):
             some = encode(tokenizer, model, part, options, training)
-            for row in some.rows:
+            for i, row in enumerate(some.rows):
+                if "task" in part:
+                    row = {**row, "task": part["task"][row.get("text_index", i)]}
                 rows.append({**row, "text_index": row["text_index"] + first} if "text_index" in row else row)
             truncated, texts = truncated + some.truncated, texts + some.num_texts
             truncated_targets += some.truncated_targets
@@ -166,14 +168,14 @@ def encode_texts(
 
 NOT_MODEL_INPUTS = (
     "prompt_length", "text_index", "tokens", "words", "num_words", "candidates", "candidate_indices", "correct",
-    "states",
+    "states", "task",
 )  # fmt: skip
 """Keys of rows that are not padded and given to the model like token ids.
 
 prompt_length: tokens before the target. text_index: the text that the row belongs to. tokens: the words of a text whose
 entities are written. words, num_words: which words of a text have a token, and how many words it has. candidates,
 candidate_indices: the tokens and the indices of the answers that the row scores. correct: the index of the correct
-answer. states: argument -> cached activations.
+answer. states: argument -> cached activations. task: the name of the row's task.
 """
 
 

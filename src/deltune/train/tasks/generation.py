@@ -122,7 +122,10 @@ def encode_seq2seq(tokenizer: Any, model: Any, columns: Columns, options: TaskOp
     full = [target for target, ids in zip(targets, labels, strict=True) if len(ids) >= longest]  # others were shorter
     whole = tokenizer(text_target=full, truncation=False, verbose=False)["input_ids"] if full else []
     truncated = sum(len(ids) > longest for ids in whole)
-    rows = [{**encoded_sources[i], "labels": [*ids[:room], *end]} for (i, _), ids in zip(pairs, labels, strict=True)]
+    rows = [
+        {**encoded_sources[i], "labels": [*ids[:room], *end], "text_index": i}
+        for (i, _), ids in zip(pairs, labels, strict=True)
+    ]
     if empty := [names[i] for (i, _), row in zip(pairs, rows, strict=True) if not row["labels"]]:
         raise no_tokens(empty, target=True)
     return replace(encoded_sources, rows=rows, truncated_targets=truncated)
@@ -162,6 +165,7 @@ def encode_causal(tokenizer: Any, model: Any, columns: Columns, options: TaskOpt
                     "attention_mask": [1] * (len(ids) + len(answer)),
                     "labels": [IGNORE_INDEX] * len(ids) + answer,
                     "prompt_length": len(ids),
+                    "text_index": i,
                 }
             )
     if empty_targets:

@@ -27,7 +27,7 @@ from .encoding import EncodedRows
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VERSION = 7
+VERSION = 8
 """Raised when an encoder returns other rows for the same input."""
 NAME_LENGTH = 32
 """Hexadecimal digits of the name of a cached file."""
