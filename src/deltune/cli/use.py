@@ -70,7 +70,7 @@ def data(
             model=model or MODEL, data=source, method="head", columns=columns, task=task, labels=labels,
             template=template, max_length=max_length, loss_on=loss_on,
         )  # fmt: skip
-        facts = overview(config, model, row)
+        facts = overview(config, model, row, progress=not quiet)
     if as_json:
         console.print_json(data=facts.as_json())
         return
