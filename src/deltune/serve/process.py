@@ -46,6 +46,8 @@ def serve(config: ServeConfig, quiet: bool = False) -> None:
     listener = bind(config.http.host, config.http.port)
     try:
         configure_logs(config.log.log)  # the engine's first look at the folder may have something to say
+        if not quiet:
+            print(f"loading {config.base_name}", file=sys.stderr, flush=True)
         engine = build_engine(config)
         tune_garbage_collection()
         try:

@@ -452,7 +452,8 @@ class _Search:
         floor = None if probe is None else probe.scores.get("validation", {}).get(metric)
         choice = Choice(
             winner.method, winner.rate, _table(candidates, floor, self._full_tuning()), decided,
-            _advice(candidates, decided), self._command(winner), test, round(self.seconds, 1), self.folder,
+            _advice(candidates, decided) + _beside_probe(winner, metric, floor), self._command(winner), test,
+            round(self.seconds, 1), self.folder,
         )  # fmt: skip
         self._write(choice, candidates, metric)
         return choice
@@ -591,7 +592,7 @@ def _advice(candidates: Sequence[Candidate], decided: bool) -> str:
             first.setdefault(one.method, []).append(one.rungs[min(one.rungs)])
     by_rate = [max(values) - min(values) for values in first.values() if len(values) > 1]
     by_method = [max(values) for values in first.values()]
-    parts = [f"the rate decided {statistics.fmean(by_rate):.3f} (mean over methods)"] if by_rate else []
+    parts = [f"the rate decided {statistics.fmean(by_rate):.3f}"] if by_rate else []
     parts += [f"the method {max(by_method) - min(by_method):.3f}"] if len(by_method) > 1 else []
     text = f"after an eighth of the steps {' and '.join(parts)}; " if parts else ""
     text += (
@@ -600,6 +601,16 @@ def _advice(candidates: Sequence[Candidate], decided: bool) -> str:
         else "undecided: the finalists' intervals over the seeds overlap; what merges, then what is smaller, was taken"
     )
     return text[0].upper() + text[1:]
+
+
+def _beside_probe(winner: Candidate, metric: str, probe: float | None) -> str:
+    """Say so where a linear probe on frozen features is as good as the winner or better."""
+    if probe is None or signed_score(metric, statistics.fmean(winner.finals)) > signed_score(metric, probe):
+        return ""
+    return (
+        f". A linear probe on frozen features reaches {probe:.3f} on validation, the winner "
+        f"{statistics.fmean(winner.finals):.3f}: give it more steps (--set epochs=…), or take the probe"
+    )
 
 
 def _table(candidates: Sequence[Candidate], probe: float | None, full: float | None) -> pandas.DataFrame:

@@ -22,6 +22,7 @@ from .data.columns import INPUT_TYPES, TASK_COLUMNS
 from .data.formats import COLUMN, as_conversations
 from .data.loading import TaskData
 from .data.rows import columns_of, stored_dataset
+from .progress import ProgressDisplay
 from .setup import fit_lengths, length_limits, load_task_data, load_task_tokenizer, task_kind_for
 from .tasks.base import TaskKind, TaskOptions
 from .tasks.chat import CHAT, check_lengths, notes, with_one_template
@@ -82,13 +83,14 @@ class Overview:
         return [*lines, *self.notes, f"example: {self.example}"]
 
 
-def overview(config: RunConfig, model: str | None = None, row: int = 1) -> Overview:
+def overview(config: RunConfig, model: str | None = None, row: int = 1, *, progress: bool = False) -> Overview:
     """Read a data set, and encode it for a model, without loading any weights.
 
     Args:
         config: Which data, and how it is read; its model does not matter.
         model: The model whose tokenizer encodes the rows. Default: none, and nothing is said of tokens.
         row: The number of the row that is the example.
+        progress: Whether tokenising shows how far it is.
 
     Raises:
         DeltuneError: The data or the model is wrong, or there is no such row.
@@ -98,9 +100,10 @@ def overview(config: RunConfig, model: str | None = None, row: int = 1) -> Overv
     split = next(iter(data.splits))
     if not 1 <= row <= len(data.splits[split]):
         raise DeltuneError(f"row {row} is none of the {len(data.splits[split]):,} rows of {split}")
-    lines, tokens, example = [*unread_notes(data), *data_notes(data)], {}, str(_inputs(data, split, row))
+    lines = [*unread_notes(data), *data_notes(data), *_repetition_notes(data)]
+    tokens, example = {}, str(_inputs(data, split, row))
     if model is not None:
-        encoded, tokenizer, limits, kind, refusals = _encode(config, data, model)
+        encoded, tokenizer, limits, kind, refusals = _encode(config, data, model, progress)
         tokens = {split: token_facts(rows) for split, rows in encoded.items()}
         for name, rows in encoded.items():
             lines += cut_notes(kind, rows, name, limits)
@@ -129,7 +132,7 @@ def _inputs(data: TaskData, split: str, row: int) -> Any:
 
 
 def _encode(
-    config: RunConfig, data: TaskData, name: str
+    config: RunConfig, data: TaskData, name: str, progress: bool
 ) -> tuple[dict[str, EncodedRows], PreTrainedTokenizerBase, TaskOptions, TaskKind, list[DeltuneError]]:
     """Encode all splits as a run does, by a model without weights; with the rows comes why a run refuses them."""
     configuration = load_config(name)
@@ -144,7 +147,11 @@ def _encode(
     model = meta_model(configuration, getattr(transformers, HEADS[kind.head].auto_class))
     fill_with_zeros(model)  # which take no memory; what is looked up in tables has to be there
     limits = fit_lengths(model, kind, length_limits(config.data, config.generation, kind, data.labels))
-    encoded = {split: kind.encode(tokenizer, model, values, limits, True) for split, values in columns.items()}
+    encoded: dict[str, EncodedRows] = {}
+    with ProgressDisplay(progress) as bar:
+        for split, values in columns.items():
+            advance = bar.start_rows(f"tokens of {split}", len(next(iter(values.values()))))
+            encoded[split] = kind.encode(tokenizer, model, values, limits, True, advance)
     refusals = []
     try:
         task_kind_for(data.kind, configuration, config.generation.answer)
@@ -196,6 +203,27 @@ def data_notes(data: TaskData) -> list[str]:
     for split, rows in data.splits.items():
         if split != "train" and known is not None and (shared := int(np.isin(hashes(rows), known).sum())):
             lines.append(f"{counted(shared, 'row')} of {split} also in train")
+    return lines
+
+
+def _repetition_notes(data: TaskData) -> list[str]:
+    """Return how many rows of each split stand there twice, and how many have another answer than their like.
+
+    Conversations have notes of their own (`data.formats`).
+    """
+    names = next(iter(data.splits.values())).column_names
+    inputs = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names and c.role in INPUT_TYPES]
+    answers = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names and c.role not in inputs]
+    lines = []
+    for split, rows in data.splits.items() if inputs and answers else ():
+        pairs = Counter(
+            (hash(repr([row[role] for role in inputs])), hash(repr([row[role] for role in answers]))) for row in rows
+        )
+        differing = Counter(asked for asked, _ in pairs)
+        if repeated := sum(number - 1 for number in pairs.values()):
+            lines.append(f"{counted(repeated, 'repeated row')} in {split}")
+        if contradicting := sum(number for (asked, _), number in pairs.items() if differing[asked] > 1):
+            lines.append(f"{counted(contradicting, 'row')} in {split} with an input that other rows answer differently")
     return lines
 
 

@@ -432,12 +432,12 @@ def _hashes(file: DataFile) -> NDArray[np.int64]:
     numbers = array("q")
     for _, stored in file.rows:
         row = json.loads(stored[COLUMN])
-        question = _question(row)
+        question = question_of(row)
         numbers.extend((hash(stored[COLUMN]), 0 if question is None else hash(question), hash(_answer(row))))
     return np.frombuffer(numbers, np.int64).reshape(-1, 3).T
 
 
-def _question(row: Mapping[str, Any]) -> str | None:
+def question_of(row: Mapping[str, Any]) -> str | None:
     """Return what is answered in a row: all before the last answer; None where nothing is."""
     before = row["messages"][: _last_answer(row)] if "messages" in row else row.get("prompt")
     return json.dumps(before) if before else None

@@ -367,7 +367,7 @@ def load_data(
 ARROW_TYPES: Mapping[ColumnType, pyarrow.DataType] = {
     "text": pyarrow.string(), "texts": pyarrow.list_(pyarrow.string()), "label": pyarrow.int64(),
     "labels": pyarrow.list_(pyarrow.int64()), "number": pyarrow.float64(), "index": pyarrow.int64(),
-    "answers": pyarrow.list_(pyarrow.string()), "conversation": pyarrow.string(),
+    "answers": pyarrow.list_(pyarrow.string()), "conversation": pyarrow.string(), "name": pyarrow.string(),
 }  # fmt: skip
 """Type of a column -> how its values are stored."""
 
@@ -491,10 +491,10 @@ def _load_conversations(
 
 
 def _prompt_of(numbered: tuple[int, Row]) -> str:
-    """Return what a row in the one form is held out by: its prompt, or all of it."""
+    """Return what a row in the one form is held out by: what is asked, or all of it."""
     text: str = numbered[1][formats.COLUMN]
-    prompt = json.loads(text).get("prompt")
-    return text if prompt is None else str(prompt)
+    question = formats.question_of(json.loads(text))
+    return text if question is None else question
 
 
 def mixture(source: str) -> dict[str, float]:
