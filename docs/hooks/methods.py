@@ -2,8 +2,7 @@
 
 `python docs/hooks/methods.py [NAME …]` tries each method, or those that are named, on tiny models, which takes some
 minutes. What a method cannot do and `REASONS` does not explain ends it with an error, and so does a method of
-PEFT's that is compared with nothing. Steps are of `benchmarks/results/field.json`, which
-`python -m benchmarks --only field` and `--keep` write.
+PEFT's that is compared with nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import torch  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 import deltune  # noqa: E402
-from benchmarks.frame import Report  # noqa: E402
 from deltune import models  # noqa: E402
 from deltune.interop import peft_table  # noqa: E402
 from deltune.methods.registry import GROUPS, REGISTRY  # noqa: E402
@@ -37,12 +35,8 @@ from tables.methods import ROWS  # noqa: E402
 from tables.quantized import FORMS, batch, load_form, save_models  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "methods.md"
-RESULTS = ROOT / "benchmarks" / "results" / "field.json"
 HEADER = "| method | what it does | for example | PEFT's type | scalars a layer | on MiniLM | from |"
-CHECKS = (
-    "| method | lines | outputs | gradients | detach | load | merges | rows | masks | quantised base | compiled "
-    "| operations | bytes | step |"
-)
+CHECKS = "| method | lines | outputs | gradients | detach | load | merges | rows | masks | quantised base | compiled |"
 REASONS = {
     "has no affine": "not affine",
     "has no factor": "gated",
@@ -68,11 +62,13 @@ def specimen_of(name: str) -> str:
     return next((text for text in fitting if len(deltune.parse(text).terms) == 1), f"{name}(rank=4)")
 
 
-def attached(name: str, quantised: bool, folder: Path) -> tuple[PreTrainedModel, deltune.Tuned]:
-    """A tiny model with a method."""
-    text, whole = specimen_of(name), load_form(folder, "bert", None)
-    statistics = needed_statistics(deltune.parse(text))
-    more: dict[str, Any] = {"data": [batch("bert")]} if statistics - {"quantisation error"} else {}
+def attached(
+    name: str, quantised: bool, folder: Path, around: str = "{}", **more: Any
+) -> tuple[PreTrainedModel, deltune.Tuned]:
+    """A tiny model with a method, or with an expression around it."""
+    text, whole = around.format(specimen_of(name)), load_form(folder, "bert", None)
+    statistics = needed_statistics(deltune.parse(specimen_of(name)))
+    more |= {"data": [batch("bert")]} if statistics - {"quantisation error"} else {}
     more |= {"original": whole} if "quantisation error" in statistics else {}
     model = load_form(folder, "bert", FORMS["torchao int8"]) if quantised or "original" in more else whole
     return model, deltune.attach(model, text, **more)
@@ -142,9 +138,7 @@ def tried(name: str, folder: Path) -> tuple[str, ...]:
 
     def mask() -> None:
         number = 7
-        masked = f"apet({specimen_of(name)}, parameters={number})"
-        model = load_form(folder, "bert", None)
-        tuned = deltune.attach(model, masked, head="freeze")
+        _, tuned = attached(name, False, folder, f"apet({{}}, parameters={number})", head="freeze")
         found = sum(parameter.numel() for parameter in tuned.trainable_parameters())
         assert tuned.count().method == found == number, (name, found)
 
@@ -189,32 +183,6 @@ def beside_peft(name: str, folder: Path) -> tuple[str, str]:
         of_folder = next(row for row in test_peft.OF_FOLDERS if name in row.method)
         outputs, gradients = test_peft.differences_of_folder(of_folder, folder / f"peft {name}")
     return f"{outputs:.0e}", "PEFT's are wrong" if gradients is None else f"{gradients:.0e}"
-
-
-@cache
-def measured() -> dict[str, float | None]:
-    """The figures of the benchmark by row, of the first pair of a method."""
-    figures: dict[str, float | None] = {}
-    for row in Report.read(RESULTS).all_rows() if RESULTS.is_file() else ():
-        what, method = row.name.split(" / PEFT's: ")
-        figures.setdefault(f"{what} {method.partition('(')[0]}", row.figure)
-    return figures
-
-
-UNMEASURED = {"alora": "decoders alone", "poly": "needs tasks", "mtl_lora": "needs tasks"} | {
-    name: f"as `{other}`" for name, other in AS.items()
-}
-"""Methods that PEFT has and whose steps are not compared."""
-
-
-def steps(name: str) -> tuple[str, ...]:
-    """The operations, bytes and time of a step, by PEFT's."""
-    if of_peft(name) == "none":
-        return ("not in PEFT",) * 3
-    if name in UNMEASURED:
-        return (UNMEASURED[name],) * 3
-    figures = (measured().get(f"{what} {name}") for what in ("operations", "bytes", "step"))
-    return tuple("not measured" if figure is None else f"{figure:.2f}" for figure in figures)
 
 
 def of_peft(name: str) -> str:
@@ -283,7 +251,7 @@ def main(*chosen: str) -> None:
             except SystemExit as error:
                 wrong.append(str(error))
             print(name, found.get(name), file=sys.stderr, flush=True)
-            checked = [line(f"`{name}`", found[name], *steps(name)) for name in every if name in found]
+            checked = [line(f"`{name}`", found[name]) for name in every if name in found]
             tables = {HEADER: [line(f"`{name}`", *known(name)) for name in every], CHECKS: checked}
             PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
     if wrong:
