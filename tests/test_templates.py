@@ -120,7 +120,7 @@ def test_the_tokens_that_end_an_answer(case: str, tmp_path: Path) -> None:
             assert stream.answer.finish_reason == ("stop" if expected else "length")
         tokenizer.save_pretrained(tmp_path / f"{end}")
         model.save_pretrained(tmp_path / f"{end}")
-        assert generate(tmp_path / f"{end}", ["a"], max_new_tokens=8) == [answer]
+        assert generate(tmp_path / f"{end}", ["a"], max_tokens=8) == [answer]
 
 
 @pytest.mark.parametrize("model_end", [None, END, [END, BEGIN]])
@@ -170,7 +170,7 @@ def test_a_prompt_is_what_its_author_wrote(writes: str, prompt: str, tmp_path: P
         answering = chain(tokenizer, {last: "q", "q": END}, eos_token_id=END)
         answering.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
-        assert generate(tmp_path, [prompt], max_new_tokens=4) == ["q"]
+        assert generate(tmp_path, [prompt], max_tokens=4) == ["q"]
         with deltune.serve.Server(answering, tokenizer) as server:
             sampling = Sampling(max_tokens=4, temperature=0.0)
             for given_input in ({"text": prompt}, {"tokens": tuple(expected)}):

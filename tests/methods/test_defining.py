@@ -78,7 +78,7 @@ def registered() -> Iterator[None]:
         del VOCABULARY[form.__name__]
 
 
-def own(form: Any) -> deltune.Method:
+def sum_at_projections(form: Any) -> deltune.Method:
     return deltune.Modification("query", form(4)) + deltune.Modification("value", form(4))
 
 
@@ -90,7 +90,7 @@ def test_it_is_the_librarys(form: Any) -> None:
     model = build(FAMILIES["bert"], "base")
     inputs, other = batch(model), copy.deepcopy(model)
     library, names = CASES[form]
-    mine, ours = stir(deltune.attach(model, own(form))), deltune.attach(other, library)
+    mine, ours = stir(deltune.attach(model, sum_at_projections(form))), deltune.attach(other, library)
     pairs = []
     for one, two in zip(mine.delta().all_edits(), ours.delta().all_edits(), strict=True):
         assert one.place.target.path == two.place.target.path
@@ -113,7 +113,7 @@ def test_it_is_the_librarys(form: Any) -> None:
 def test_it_mixes_merges_and_is_saved(form: Any, tmp_path: Path) -> None:
     model = build(FAMILIES["bert"], "base")
     inputs = batch(model)
-    tuned = stir(deltune.attach(model, own(form), name="own"))
+    tuned = stir(deltune.attach(model, sum_at_projections(form), name="own"))
     deltune.attach(model, "lora(rank=2)", name="lora")
     with torch.no_grad():
         tuned.use(None)

@@ -18,7 +18,7 @@ from deltune.methods.forms.low_rank import LowRank
 from deltune.methods.forms.mix import Mix
 from deltune.methods.forms.orthogonal import Householder, PrincipalRotation
 from deltune.methods.forms.shared import NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
-from deltune.methods.forms.spectral import SVFT, AdaMSS, LoRAXS
+from deltune.methods.forms.spectral import SVFT, AdaMSS, Centred, LoRAXS
 from deltune.methods.forms.structured import SVD, FrozenSide, KroneckerBottleneck
 from deltune.methods.forms.weights import DeLoRA
 from deltune.methods.registry import FORMS
@@ -122,7 +122,7 @@ WIDTHS = Widths(in_width=6, out_width=6)
 FIELD = (
     VeRA(2), RandLoRA(2), VBLoRA(2, vectors=4, length=3), UniLoRA(2, length=9), TinyLoRA(2, parameters=3), NoLA(2),
     LoRAXS(2), FrozenSide(2), DeLoRA(2), Householder(2), PrincipalRotation(2), KroneckerBottleneck(6, divisions=3),
-    SVD(2, schedule=RankSchedule(target=1)), SVFT(1), AdaMSS(2, clusters=2), Mix(2, rank=2),
+    SVD(2, schedule=RankSchedule(target=1)), SVFT(1), AdaMSS(2, clusters=2), Mix(2, rank=2), Centred(2),
 )  # fmt: skip
 
 

@@ -268,7 +268,7 @@ def test_the_command_makes_lists_and_revokes(tmp_path: Path, capsys: pytest.Capt
         )
         return capsys.readouterr().out
 
-    key = run("acme", "--deltas", "acme-*", "--deltas", "mood", "--manage").strip()
+    key = run("acme", "--delta", "acme-*", "--delta", "mood", "--manage").strip()
     (listed,) = json.loads(run("--json"))
     assert listed["deltas"] == ["acme-*", "mood"] and listed["keys"] == [key.split("-")[1]] and "hash" not in listed
     line = run()

@@ -75,7 +75,7 @@ def test_an_option_has_one_name() -> None:
 
 IN_PYTHON: dict[str, tuple[str, Callable[..., Any], set[str]]] = {
     "choose": ("choose", choose, {"options", "progress"}),
-    "combine": ("combine", deltune.Tuned.combine, {"self", "name", "mixing"}),
+    "combine": ("combine", deltune.Tuned.combine, {"self", "name"}),
     "count": ("count", deltune.count, {"head", "quantization_config"}),
     "count of memory": ("count", deltune.step_memory, {"config", "quantization_config"}),
     "evaluate": ("evaluate", inference.evaluate, {"splits", "progress", "other", "base"}),

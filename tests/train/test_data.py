@@ -653,7 +653,7 @@ def test_error(tmp_path: Path, texts: dict[str, Any], expected: list[str]) -> No
         ({"txt": "text", "label": "label"}, "unknown role of a column 'txt'. Did you mean 'text'?"),
         (
             {"txt": "text", "label": "label"},
-            "read as classification, whose columns are text, (pair,) label. Say which is",
+            "read as classification, whose columns are text, (pair,) (task,) label. Say which is",
         ),
         (
             {"text": "text"},

@@ -77,13 +77,13 @@ def test_what_this_machine_or_sharding_lacks_is_refused(
     changes: dict[str, str], sharded: str, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DeltuneError, match=message):
-        train(tiny.spec(tmp_path, **changes), tmp_path / "run", progress=False, devices="cpu", sharded=sharded)
+        train(tiny.spec(tmp_path, **changes), tmp_path / "run", progress=False, device="cpu", sharding=sharded)
     assert not (tmp_path / "run").exists()
 
 
 def test_the_chosen_attention_gives_the_same_losses(tmp_path: Path) -> None:
     for name in ("eager", "sdpa"):
         spec = tiny.spec(tmp_path, epochs=1, attn_implementation=name, method="lora(rank=2)")
-        train(spec, tmp_path / name, progress=False, devices="cpu")
+        train(spec, tmp_path / name, progress=False, device="cpu")
     tiny.still(tmp_path / "model")
     assert tiny.losses(tmp_path / "eager") == pytest.approx(tiny.losses(tmp_path / "sdpa"), rel=1e-3)

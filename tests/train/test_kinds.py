@@ -517,7 +517,7 @@ def test_a_text_without_tokens_needs_a_token_that_begins_a_text(tmp_path: Path) 
     with pytest.raises(DeltuneError, match=r"row train-2: the target has no tokens.*set eos_token"):
         train(spec, tmp_path / "run", progress=False)
     bytes_model(tmp_path / "model", eos_token="<|end|>")
-    assert len(generate(model, ["", "\n"], max_new_tokens=2)) == 2
+    assert len(generate(model, ["", "\n"], max_tokens=2)) == 2
     tiny.lines(tmp_path / "short" / "train.jsonl", [{"text": ""}, {"text": "x"}])
     with pytest.raises(DeltuneError, match="no text of train has two tokens"):
         train(spec.replace(data=str(tmp_path / "short"), task="language"), tmp_path / "run", progress=False)

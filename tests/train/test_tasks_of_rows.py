@@ -116,7 +116,7 @@ def test_the_command_line_takes_the_task_of_texts(
 ) -> None:
     answers = {}
     for task in NAMES:
-        monkeypatch.setattr(sys, "argv", ["deltune", "predict", str(run), "--text", "my saw", "--task", task, "--json"])
+        monkeypatch.setattr(sys, "argv", ["deltune", "predict", str(run), "--text", "my saw", "--row-task", task, "--json"])
         with pytest.raises(SystemExit) as ended:
             app.main()
         assert not ended.value.code

@@ -174,7 +174,7 @@ def predict(
     run: RunArgument,
     text: Annotated[list[str] | None, typer.Option(help="A text to predict [repeatable].")] = None,
     pair: Annotated[list[str] | None, typer.Option(help="The pair of the text before it; repeatable.")] = None,
-    task: Annotated[str | None, typer.Option(help="The task of the texts, of a run that learned several.")] = None,
+    row_task: Annotated[str | None, typer.Option(help="The task of the texts, of a run that learned several.")] = None,
     file: Annotated[
         Path | None,
         typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
@@ -191,8 +191,8 @@ def predict(
 
     if bool(text) == bool(file) or (pair and not text):
         raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
-    if task is not None and not text:
-        raise DeltuneError("--task is of --text; a file has a column for the task of each row")
+    if row_task is not None and not text:
+        raise DeltuneError("--row-task is of --text; a file has a column for the task of each row")
     if pair and len(pair) != len(text or ()):
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
     with log_to_stderr(quiet):
@@ -201,7 +201,7 @@ def predict(
             from ..train.inference import predict_rows
 
         rows = (
-            prediction_inputs.inputs_from_texts(text or [], pair or [], task, run, base)
+            prediction_inputs.inputs_from_texts(text or [], pair or [], row_task, run, base)
             if file is None
             else prediction_inputs.inputs_from_file(file, run, base)
         )

@@ -365,9 +365,9 @@ def load_data(
 
 
 ARROW_TYPES: Mapping[ColumnType, pyarrow.DataType] = {
-    "text": pyarrow.string(), "texts": pyarrow.list_(pyarrow.string()), "name": pyarrow.string(),
-    "label": pyarrow.int64(), "labels": pyarrow.list_(pyarrow.int64()), "number": pyarrow.float64(),
-    "index": pyarrow.int64(), "answers": pyarrow.list_(pyarrow.string()), "conversation": pyarrow.string(),
+    "text": pyarrow.string(), "texts": pyarrow.list_(pyarrow.string()), "label": pyarrow.int64(),
+    "labels": pyarrow.list_(pyarrow.int64()), "number": pyarrow.float64(), "index": pyarrow.int64(),
+    "answers": pyarrow.list_(pyarrow.string()), "conversation": pyarrow.string(), "name": pyarrow.string(),
 }  # fmt: skip
 """Type of a column -> how its values are stored."""
 
