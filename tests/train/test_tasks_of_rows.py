@@ -181,7 +181,7 @@ def test_an_answer_in_words_is_of_the_task_of_its_row(kind: TaskKind, root: Path
         columns |= {"source": texts, "targets": [["a fig or the old saw"], ["a"], ["my saw"], ["a"], ["the fig a saw"]]}
     else:
         columns |= {"text": texts, "label": [0, 1, 0, 1, 1]}
-    options = TaskOptions(16, 8, label_words={"one": "fig", "two": "old saw"})
+    options = TaskOptions(16, 8, label_words={"one": "my fig", "two": "old saw"})
 
     def answers(*chosen: int) -> list[Any]:
         part = {role: [values[i] for i in chosen] for role, values in columns.items()}
