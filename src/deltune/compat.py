@@ -129,6 +129,11 @@ def count_forward_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks) + len(_global_forward_hooks)
 
 
+def model_functions_set(model: nn.Module) -> tuple[Any, Any]:
+    """The forward and the loss function that were set on a model itself, and are not of its class; None for neither."""
+    return model.__dict__.get("forward"), model.__dict__.get("_loss_function")
+
+
 def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
     """The hooks that `register_hook` put on a tensor, which torch does not list."""
     return list((tensor._backward_hooks or {}).values())

@@ -349,6 +349,40 @@ def test_what_is_in_use_decides(caplog: pytest.LogCaptureFixture) -> None:
     assert not reason_of(model)
 
 
+def test_what_is_trained_at_the_head_meanwhile_counts_without_gradients() -> None:
+    model = llama().float().eval()
+    tuned = deltune.attach(model, "lora(rank=2, at='lm_head')")
+    inputs = batch_with_labels(model, "causal")
+    with torch.no_grad():
+        before = causal_loss(model, inputs)  # a new delta changes nothing
+        stir(tuned)
+        after, expected = causal_loss(model, inputs), from_logits(model, inputs, "causal")
+    torch.testing.assert_close(after, expected)
+    assert (after - before).abs() > 1e-3
+
+
+@pytest.mark.parametrize("change", ["a hook at the head", "a hook at the model", "a loss function", "a forward"])
+def test_what_a_user_sets_on_a_model_later_counts(change: str) -> None:
+    model, plus = llama().float().eval(), 0.5
+    inputs = batch_with_labels(model, "causal")
+    forward, loss_function = model.forward, model.loss_function
+
+    def add_to_loss(outputs: Any) -> Any:
+        outputs.loss = outputs.loss + plus if outputs.loss is not None else None
+        return outputs
+
+    causal_loss(model, inputs)
+    if change == "a hook at the head":
+        model.lm_head.register_forward_hook(lambda module, args, output: 3 * output)
+    elif change == "a hook at the model":
+        model.register_forward_hook(lambda module, args, outputs: add_to_loss(outputs))
+    elif change == "a loss function":
+        model.loss_function = lambda *args, **options: loss_function(*args, **options) + plus
+    else:
+        model.forward = lambda *args, **options: add_to_loss(forward(*args, **options))
+    torch.testing.assert_close(causal_loss(model, inputs), model(**inputs).loss)
+
+
 def test_a_compiled_model_takes_the_plain_way() -> None:
     model = llama().float()
     deltune.attach(model, "lora(rank=2)")

@@ -225,6 +225,16 @@ def test_arrow_is_pefts(top_k: int, temperature: float, tmp_path: Path) -> None:
         loaded.merge()
 
 
+def test_arrow_takes_no_delta_that_leaves_a_place_alone() -> None:
+    """At the values b changes nothing, so each token takes a whole."""
+    model = build(FAMILIES["bert"], "base")
+    stir(deltune.attach(model, "lora(rank=2, at='value')", name="a"), seed=1)
+    tuned = stir(deltune.attach(model, "lora(rank=2, at='query')", name="b"), seed=2)
+    tuned.combine("a + b", name="sum").combine("mix(a, b)", name="m", mixing="arrow")
+    inputs = batch(model)
+    assert distance(run(tuned.use("m").model, inputs), run(tuned.use("sum").model, inputs)) < 1e-12
+
+
 def test_an_average_is_of_parameters_and_of_any_method() -> None:
     for text in ("prefix(length=2)", "adapter(rank=4) + layernorm"):
         tuned = build_two("bert", text, text, "sequence").combine("average(a, b)", name="c")

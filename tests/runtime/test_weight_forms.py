@@ -258,3 +258,22 @@ def test_positions_beyond_a_weight_are_refused(wrong: int, tmp_path: Path) -> No
     tuned.detach()
     with pytest.raises(deltune.DeltuneError, match="entries has positions from"):
         deltune.load(model, tmp_path / "delta")
+
+
+@pytest.mark.parametrize("form", ["HiRA(2)", "SHiRA(2)", "FourierFT(4)", "OSF(2)", "PEANuT(2)", "DoRA(2)"])
+def test_a_learned_scale_is_trained_where_it_is_1(form: str) -> None:
+    model = build(FAMILIES["bert"], "base")
+    tuned = stir(deltune.attach(model, f"Modification('query', {form}, compose=Scale(1.0, learned=True))"))
+    scales = [p for name, p in tuned.named_trainable_parameters() if name.endswith("scale")]
+    inputs = batch(model)
+    for scale in scales:
+        scale.data.fill_(1.0)
+    loss(forward(model, inputs)).backward()
+    for scale in scales:
+        values = []
+        for step in (1e-5, -1e-5):
+            scale.data.fill_(1 + step)
+            values.append(loss(run(model, inputs)))
+        scale.data.fill_(1.0)
+        assert scale.grad is not None
+        torch.testing.assert_close(scale.grad, (values[0] - values[1]) / 2e-5, rtol=1e-4, atol=1e-8)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import datetime
 import json
 import random
 import threading
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import tiny
 from deltune.train.data import rows as stored_rows
+from deltune.train.data.loading import load_data
 from processes import Started, deltune
 
 SMALL, TIMES = 400, 8
@@ -139,3 +142,26 @@ def test_memory_does_not_grow_with_the_file(form: str, suffix: str, command: str
         peaks.append(int(place.read_text()))
     small, large = peaks
     assert large - small < MOST, f"{small:,} bytes for {SMALL} rows, and {large:,} for {TIMES} times as many"
+
+
+def test_rows_are_the_same_on_the_disk_as_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dates and decimals of a Parquet file are no JSON, as which rows are on the disk."""
+    days = [datetime.date(2020, 1, 1) + datetime.timedelta(days=i) for i in range(40)]
+    scores = pyarrow.array([Decimal(f"{i % 5}.5") for i in range(40)])
+    table = pyarrow.table({"id": days, "text": [f"text {i}" for i in range(40)], "score": scores, "day": days})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    in_memory = load_data(str(tmp_path / "rows.parquet"))
+    monkeypatch.setattr(stored_rows, "LETTERS_IN_MEMORY", 100)
+    on_disk = load_data(str(tmp_path / "rows.parquet"))
+    assert in_memory.kind == on_disk.kind == "regression" and in_memory.fingerprint == on_disk.fingerprint
+    assert in_memory.splits["train"]["id"][:] == on_disk.splits["train"]["id"][:]
+    assert in_memory.splits["train"][0]["id"] == "2020-01-01"
+
+
+def test_sentences_may_have_any_numbers(tmp_path: Path) -> None:
+    """Python hashes -1 as it hashes -2."""
+    words = [(sentence, word, tag) for sentence in (-1, -2, -3) for word, tag in (("a", "B-X"), ("b", "O"))]
+    rows = [{"sentence": sentence, "word": word, "tag": tag} for sentence, word, tag in words]
+    _jsonl(tmp_path / "train.jsonl", iter(rows))
+    data = load_data(str(tmp_path), columns={"sentence": "sentence", "tokens": "word", "tags": "tag"})
+    assert data.splits["train"]["id"][:] == ["-1", "-2", "-3"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import deltune
 import tiny
@@ -23,6 +23,10 @@ from deltune.train.config import RunConfig
 from deltune.train.inference import evaluate, load_run, predict
 from deltune.train.prediction_inputs import inputs_from_file, inputs_from_texts
 from deltune.train.run import train
+from deltune.train.tasks.base import InferenceContext, TaskKind, TaskOptions
+from deltune.train.tasks.classification import CAUSAL_CLASSIFICATION, SEQ2SEQ_CLASSIFICATION
+from deltune.train.tasks.generation import CAUSAL_GENERATION
+from tables.specimens import stir
 
 NAMES = ("same", "turned")
 COLUMNS = "text=text,label=label,task=job"
@@ -145,6 +149,54 @@ def test_answers_in_words_are_trained_by_task(root: Path) -> None:
     assert tiny.objects(root / "again" / "test.jsonl") == tiny.objects(root / "words" / "predictions" / "test.jsonl")
     with pytest.raises(DeltuneError, match="packing has texts of several tasks"):
         train(config.replace(packing=True), root / "packed", progress=False)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [CAUSAL_GENERATION, SEQ2SEQ_CLASSIFICATION, CAUSAL_CLASSIFICATION],
+    ids=lambda kind: f"{kind.head} {kind.name}",
+)
+def test_an_answer_in_words_is_of_the_task_of_its_row(kind: TaskKind, root: Path) -> None:
+    """Prompts are put into another order than their batch, and an encoder reads each of them once."""
+    tokenizer = load_tokenizer(str(root / "model"))
+    sizes = {**tiny.FAMILIES["llama"], "vocab_size": len(tokenizer), "eos_token_id": 3, "pad_token_id": 0}
+    if kind.head == "seq2seq-lm":
+        sizes = {
+            "d_model": 32,
+            "d_kv": 8,
+            "num_heads": 4,
+            "d_ff": 64,
+            "num_layers": 2,
+            "decoder_start_token_id": 0,
+            **sizes,
+        }
+    config = AutoConfig.for_model("t5" if kind.head == "seq2seq-lm" else "llama", **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = (AutoModelForSeq2SeqLM if kind.head == "seq2seq-lm" else AutoModelForCausalLM).from_config(config)
+    stir(deltune.attach(model, "mtl_lora(rank=4, tasks=2)"), size=1.0)
+    texts = ["a fig", "the old saw or my plum", "my hammer", "a plum and the fig", "or a saw"]
+    columns: dict[str, Any] = {"task": ["0", "1", "1", "0", "1"]}
+    if kind is CAUSAL_GENERATION:
+        columns |= {"source": texts, "targets": [["a fig or the old saw"], ["a"], ["my saw"], ["a"], ["the fig a saw"]]}
+    else:
+        columns |= {"text": texts, "label": [0, 1, 0, 1, 1]}
+    options = TaskOptions(16, 8, label_words={"one": "my fig", "two": "old saw"})
+
+    def answers(*chosen: int) -> list[Any]:
+        part = {role: [values[i] for i in chosen] for role, values in columns.items()}
+        encoded = kind.encode(tokenizer, model, part, options, False)
+        predicted = kind.predict(InferenceContext(model, tokenizer, ("one", "two"), options), encoded)
+        return predicted.predictions if kind is CAUSAL_GENERATION else [[*one.values()] for one in predicted.scores]
+
+    together, alone = answers(*range(5)), [answers(i)[0] for i in range(5)]
+    if kind is CAUSAL_GENERATION:
+        assert together == alone
+    else:
+        for one, other in zip(together, alone, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
+    columns["task"] = ["1", "0", "0", "1", "0"]
+    assert answers(*range(5)) != together
 
 
 @pytest.mark.parametrize(

@@ -387,7 +387,7 @@ def read_options(folder: Path, name: str = CONFIG_FILE) -> dict[str, Any]:
 def read_tensors(folder: Path, names: Sequence[str], *, allow_integers: bool = False) -> dict[str, torch.Tensor]:
     """Read the tensors in the first file that exists: safetensors, or torch's format without pickled objects.
 
-    With `allow_integers`, some of them may be of whole allow_integers or empty.
+    With `allow_integers`, some of them may be of whole numbers or empty.
     """
     path = next((path for name in names if (path := find_file(folder, name)) is not None), None)
     if path is None:

@@ -117,7 +117,7 @@ def load_tensors(path: Path, raw: bytes | None = None) -> dict[str, torch.Tensor
 def load_float_tensors(path: Path, *, allow_integers: bool = False) -> dict[str, torch.Tensor]:
     """Load the tensors of a file of safetensors or of torch.save that may hold floating-point tensors only.
 
-    With `allow_integers`, a file of safetensors may hold whole allow_integers and empty tensors too.
+    With `allow_integers`, a file of safetensors may hold whole numbers and empty tensors too.
 
     A file of torch.save is mapped into memory, so that nothing in it can claim more than the file has, and only
     tensors are taken from it (weights_only).

@@ -4,7 +4,8 @@ A model's own loss holds its logits, tokens × vocabulary, several times. Here t
 for a few tokens alone, and a hook at it computes the loss of all tokens from the hidden states that it was to read.
 What the model makes of these few tokens in the first batch, its logits and its own loss, shows whether anything stands
 between the hidden states and the loss: a cap, a scale, a loss of the router. Then the plain way is taken. It is tried
-again when what it depends on has changed; whether what is trained acts at the head is seen in every batch.
+again when what it depends on has changed, and in every batch without gradients; with them the graph of every batch
+shows whether what is trained acts at the head.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..anatomy.inspection import inspect
-from ..compat import FakeTensor, class_name, storage_id, transforms_active, uncompiled
+from ..compat import (
+    FakeTensor,
+    class_name,
+    count_forward_hooks,
+    model_functions_set,
+    storage_id,
+    transforms_active,
+    uncompiled,
+)
 from ..errors import DeltuneError
 from ..models import head_of_class_name
 from .attach import find_tuned
@@ -181,11 +190,11 @@ def _tried_at_head(
     """
     if torch.compiler.is_compiling() or uncompiled(model) is not None or transforms_active() or "shift_labels" in batch:
         return None, 0
-    used, state = _in_use(inner), _state(inner, batch)
+    used, state = _in_use(inner), _state(inner, head, batch)
     before, reason = head.tried.get(used, (None, ""))
-    tries = before != state
-    if reason and not tries:
+    if reason and before == state:
         return None, 0
+    tries = before != state or not torch.is_grad_enabled()  # without gradients no graph shows what acts at the head
     trained = (targets.flatten() != IGNORE_INDEX).nonzero().squeeze(1)
     total, reason = _total_at_head(model, inner, head, dict(batch), targets, trained, tries, by_row)
     if reason or (tries and len(trained) and not by_row):
@@ -195,11 +204,13 @@ def _tried_at_head(
     return total, len(trained)
 
 
-def _state(model: PreTrainedModel, batch: Mapping[str, Any]) -> Any:
+def _state(model: PreTrainedModel, head: LanguageHead, batch: Mapping[str, Any]) -> Any:
     """Return what decides, beside the deltas in use, what a model makes of its hidden states and of labels."""
     options = {name: None if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
     settings = [dict(vars(one)) for one in (model.config, model.config.get_text_config())]
-    return model.training, torch.is_autocast_enabled(model.device.type), options, settings
+    hooks = [count_forward_hooks(module) for module in (model, model.get_submodule(head.path))]
+    replaced = model_functions_set(model)
+    return model.training, torch.is_autocast_enabled(model.device.type), options, settings, hooks, replaced
 
 
 class CausalLossMixin:

@@ -418,12 +418,13 @@ class Edit(TensorTable):
         at = WeightPlace(part_of(matrix if chosen is None else matrix[chosen], columns))
         tensors = self.full_tensors()
         factor = self.modification.compose.factor(tensors)
-        if value is base and factor == 1 and whole and isinstance(self.form, WeightForm):
+        unscaled = factor is not None and not isinstance(factor, torch.Tensor) and factor == 1  # a learned 1 is trained
+        if value is base and unscaled and whole and isinstance(self.form, WeightForm):
             changed = self.form.weight(tensors, at).to(base.dtype)
             return changed.mT if weight.transposed else changed
         affine = self.form.affine(tensors, at)
         assert affine is not None and affine[0] is not None and factor is not None
-        change = affine[0] if factor == 1 else affine[0] * factor
+        change = affine[0] if unscaled else affine[0] * factor
         if self.place.of_input:  # W (1 + s A)
             change = at.weight * change if change.dim() == 1 else at.weight @ change
         if columns is not None:

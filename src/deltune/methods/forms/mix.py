@@ -166,18 +166,23 @@ class Arrow(Routed):
         self.start(tensors)
 
     def start(self, tensors: Tensors) -> None:
-        """Set the prototypes: the first right singular vector of B A is the first of B R times Q, where A is R Q."""
+        """Set the prototypes: the first right singular vector of B A is the first of B R times Q, where A is R Q.
+
+        A product that is 0, as of a delta that does not change this place, has the prototype 0.
+        """
         import torch
 
         q, r = torch.linalg.qr(at_least_float32(tensors["down"]).mT)
         small = at_least_float32(tensors["up"]) @ r.mT
         first = torch.linalg.svd(small, full_matrices=False).Vh[:, 0, :, None]
-        tensors["prototypes"].copy_((q @ first).squeeze(-1))
+        is_zero = (small == 0).flatten(1).all(1)
+        tensors["prototypes"].copy_((q @ first).squeeze(-1).masked_fill(is_zero[:, None], 0))
 
     def weights(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         import torch
 
         near = (u @ tensors["prototypes"].t().to(u.dtype)).abs() / self.temperature
+        near = near.masked_fill((tensors["prototypes"] == 0).all(1), torch.finfo(u.dtype).min)  # no token takes them
         values, chosen = near.topk(min(self.top_k, self.number), dim=-1)
         return torch.zeros_like(near).scatter(-1, chosen, values.softmax(-1))
 

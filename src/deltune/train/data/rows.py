@@ -7,6 +7,7 @@ import tempfile
 import uuid
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from decimal import Decimal
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -168,7 +169,14 @@ class NumberedRows(Sequence[tuple[int, Row]]):
         """Add a row, before any is read."""
         self.columns |= dict.fromkeys(row)
         self._count += 1
-        self._texts.append({"number": number, "row": json.dumps(row, default=_no_json)})
+        try:
+            text = json.dumps(row)
+        except TypeError:
+            if row.get("id") is not None:
+                row = {**row, "id": str(row["id"])}
+            text = json.dumps(row, default=_no_json)
+            row = json.loads(text)  # the same in memory as on the disk
+        self._texts.append({"number": number, "row": text})
         if self._texts.in_memory:
             self._few.append((number, row))
         else:
@@ -196,6 +204,6 @@ def _decoded(stored: Row) -> tuple[int, Row]:
     return stored["number"], json.loads(stored["row"])
 
 
-def _no_json(value: Any) -> dict[str, str]:
-    """Return what stands for a value that is no JSON, such as a date in a Parquet file: of no type that is read."""
-    return {type(value).__name__: str(value)}
+def _no_json(value: Any) -> float | dict[str, str]:
+    """Return a decimal as a float, and of any other value that is no JSON, such as a date, what no column can read."""
+    return float(value) if isinstance(value, Decimal) else {type(value).__name__: str(value)}

@@ -129,12 +129,12 @@ def join_words(file: DataFile, columns: Mapping[str, str], problems: list[str]) 
             if not whole or (sentence not in (None, "") and sentence != whole["id"]):
                 if whole:
                     yield first, whole
-                if hash(sentence) in before:
+                if hash(str(sentence)) in before:
                     problems.append(
                         f"{file.location(number)}: sentence {excerpt(sentence)} goes on behind another; keep its words "
                         "together"
                     )
-                before.add(hash(sentence))
+                before.add(hash(str(sentence)))  # -1 and -2 have the same hash
                 first, whole = number, {"id": sentence}
             for role in ("tokens", "tags"):
                 if columns.get(role) in row:

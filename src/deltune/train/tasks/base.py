@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -133,12 +133,18 @@ class InferenceContext:
                 rows = encoded.__getitems__(indices)
                 batch = collate(self.tokenizer, model, rows)
                 batch = {name: tensor.to(device) for name, tensor in batch.items()}
-                deltas = [self.deltas[i] for i in indices] if self.deltas else None
-                use = tuned(model).rows(deltas) if deltas else contextlib.nullcontext()
-                with cast, use, condition_of_rows(model, task_ids(model, rows, deltas)):
+                with cast, self.passes_of(indices, rows):
                     process(indices, batch)
                 if self.on_progress is not None:
                     self.on_progress(len(indices))
+
+    @contextlib.contextmanager
+    def passes_of(self, indices: Sequence[int], rows: Sequence[Row]) -> Iterator[None]:
+        """Let passes know the delta and the task of each of these rows, in their order."""
+        deltas = [self.deltas[i] for i in indices] if self.deltas else None
+        use = tuned(self.model).rows(deltas) if deltas else contextlib.nullcontext()
+        with use, condition_of_rows(self.model, task_ids(self.model, rows, deltas)):
+            yield
 
 
 @dataclass(frozen=True)

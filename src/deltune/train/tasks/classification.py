@@ -301,7 +301,7 @@ def candidate_log_likelihoods(context: InferenceContext, encoded: EncodedRows, m
     def process(indices: list[int], batch: dict[str, torch.Tensor]) -> None:
         rows = [encoded[i] for i in indices]
         if is_encoder_decoder:
-            inputs, padding = _encode_prompts_once(context, rows, batch), [0] * len(rows)
+            inputs, padding = _encode_prompts_once(context, indices, rows, batch), [0] * len(rows)
         else:
             inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
             padding = batch["attention_mask"].argmax(1).tolist()
@@ -329,16 +329,18 @@ def candidate_log_likelihoods(context: InferenceContext, encoded: EncodedRows, m
 
 
 def _encode_prompts_once(
-    context: InferenceContext, rows: Sequence[Row], batch: dict[str, torch.Tensor]
+    context: InferenceContext, indices: Sequence[int], rows: Sequence[Row], batch: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Run the encoder once for each prompt, however many rows it has, and return the inputs of the decoder."""
     first_rows = {row["text_index"]: i for i, row in reversed(list(enumerate(rows)))}
     texts = list(first_rows)
     device = batch["input_ids"].device
-    selected = torch.tensor([first_rows[text] for text in texts], device=device)
+    chosen = list(first_rows.values())
+    selected = torch.tensor(chosen, device=device)
     expand = torch.tensor([texts.index(row["text_index"]) for row in rows], device=device)
     inputs = {name: tensor[selected] for name, tensor in batch.items() if name != "labels"}
-    states = context.model.get_encoder()(**inputs)[0][expand]
+    with context.passes_of([indices[i] for i in chosen], [rows[i] for i in chosen]):
+        states = context.model.get_encoder()(**inputs)[0][expand]
     return {
         "encoder_outputs": BaseModelOutput(last_hidden_state=states),
         "attention_mask": batch["attention_mask"],

@@ -233,7 +233,8 @@ def predict(context: InferenceContext, encoded: EncodedRows) -> Predictions:
             **context.options.generate_kwargs,
         }
         for chosen, inputs in groups:
-            generated = context.model.generate(**inputs, **generate_kwargs)  # type: ignore[operator]
+            with context.passes_of(chosen, encoded.__getitems__(chosen)):  # in another order than the batch
+                generated = context.model.generate(**inputs, **generate_kwargs)  # type: ignore[operator]
             start = 1 if is_encoder_decoder else inputs["input_ids"].shape[1]
             answers = [cut_at_end(tokens, ends) for tokens in generated[:, start:].tolist()]
             texts = context.tokenizer.batch_decode(answers, skip_special_tokens=True)
