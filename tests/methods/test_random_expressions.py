@@ -253,6 +253,7 @@ FOUND = {
     "peanut(depth=9999999999)": "from 0 to 64",
     "boft(factors=9999999999)": "from 1 to 62",
     "oft(terms=9999999999)": "from 0 to 64",
+    "adamss(target=1)": "at least 2",
     # numbers
     "lora(dropout=1e309)": r"(?s)too large: a number is finite.*\^",
     "lora(scale=-1e400)": r"(?s)too large.*\^",

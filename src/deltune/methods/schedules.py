@@ -171,6 +171,11 @@ class ClusterSchedule(Allocation):
 
     exponent: Positive = 3.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target < 2:
+            raise DeltuneError(f"target={self.target}: must be at least 2, since one fewer trains in the end")
+
     def units(self, name: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the cluster of each row of a tensor."""
         import torch

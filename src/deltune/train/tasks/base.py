@@ -82,7 +82,10 @@ def task_ids(model: Any, rows: Sequence[Row], deltas: Sequence[str | None] | Non
         return None
     in_use = (handle.active,) if isinstance(handle.active, str) else handle.active or ()
     used = [in_use] * len(rows) if deltas is None else [() if name is None else (name,) for name in deltas]
-    known = [max((handle.delta(name).tasks for name in names), key=len, default=()) for names in used]
+    orders = {names: {handle.delta(name).tasks for name in names} - {()} for names in {*used}}
+    if several := next((names for names, some in orders.items() if len(some) > 1), None):
+        raise DeltuneError(f"{' and '.join(map(repr, several))} count their tasks differently: use one of them")
+    known = [next(iter(orders[names]), ()) for names in used]
     if not any(known):
         return None
     return [tasks.index(row["task"]) if tasks else 0 for row, tasks in zip(rows, known, strict=True)]
