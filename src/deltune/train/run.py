@@ -553,7 +553,7 @@ def _begin_with_delta(tuned: Tuned, start: RunFolder, labels: Sequence[str]) -> 
 
 
 def _number_tasks(delta: Delta, data: TaskData, start: RunFolder | None) -> None:
-    """Give the tasks of the rows of train their numbers: those of the delta to begin with, else in sorted order."""
+    """Number the tasks of the rows of train as the delta that training starts from does, or else in sorted order."""
     names = sorted({*data.splits["train"]["task"]}) if "task" in data.columns else None
     before = start.trained.tasks if start is not None and start.trained is not None else None
     if names is not None and delta.tasks and before is None and len(names) != len(delta.tasks):

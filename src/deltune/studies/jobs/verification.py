@@ -117,7 +117,7 @@ def _compare(job: Job, before: JobRecord, after: JobRecord | None) -> Verificati
 
 
 def _first_loss(result: Mapping[str, Any]) -> float | None:
-    """Return the first loss of a run's curve: that of its first steps, 1 to 13 in the committed results."""
+    """Return the first loss of a curve, which the committed results have at step 1 to 13."""
     return next((line["loss"] for line in result.get("curve", ()) if "loss" in line), None)
 
 

@@ -1,4 +1,4 @@
-"""Rows in Arrow files on the disk, of which only what is read is in memory: those of data, and those of tokens."""
+"""Rows of data and of tokens in Arrow files on the disk, read into memory as they are needed."""
 
 from __future__ import annotations
 
