@@ -189,14 +189,14 @@ def test_an_answer_in_words_is_of_the_task_of_its_row(kind: TaskKind, root: Path
         predicted = kind.predict(InferenceContext(model, tokenizer, ("one", "two"), options), encoded)
         return predicted.predictions if kind is CAUSAL_GENERATION else [[*one.values()] for one in predicted.scores]
 
-    together, alone = answers(*range(5)), [answers(i)[0] for i in range(5)]
+    in_one_batch, alone = answers(*range(5)), [answers(i)[0] for i in range(5)]
     if kind is CAUSAL_GENERATION:
-        assert together == alone
+        assert in_one_batch == alone
     else:
-        for one, other in zip(together, alone, strict=True):
+        for one, other in zip(in_one_batch, alone, strict=True):
             assert one == pytest.approx(other, abs=1e-5)
     columns["task"] = ["1", "0", "0", "1", "0"]
-    assert answers(*range(5)) != together
+    assert answers(*range(5)) != in_one_batch
 
 
 @pytest.mark.parametrize(

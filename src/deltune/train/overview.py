@@ -219,10 +219,10 @@ def _repetition_notes(data: TaskData) -> list[str]:
         pairs = Counter(
             (hash(repr([row[role] for role in inputs])), hash(repr([row[role] for role in answers]))) for row in rows
         )
-        differing = Counter(asked for asked, _ in pairs)
+        differing = Counter(question for question, _ in pairs)
         if repeated := sum(number - 1 for number in pairs.values()):
             lines.append(f"{counted(repeated, 'repeated row')} in {split}")
-        if contradicting := sum(number for (asked, _), number in pairs.items() if differing[asked] > 1):
+        if contradicting := sum(number for (question, _), number in pairs.items() if differing[question] > 1):
             lines.append(f"{counted(contradicting, 'row')} in {split} with an input that other rows answer differently")
     return lines
 
