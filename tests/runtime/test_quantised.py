@@ -88,7 +88,8 @@ def test_a_method_lives_on_a_form(form: Form, family: str, row: Row, folder: Pat
     tuned = deltune.attach(model, row.text)
     assert tuned.count() == deltune.count(floats, row.text), "counted as on floats"
     if not list(tuned.trainable_parameters()):
-        assert (row.text, family) == ("head", "llama"), "a causal language model has no task head"
+        # a causal language model has no task head
+        assert (row.text, family) == ("head", "llama") or not row.trains
         return
     untouched = _of_base(before, tuned)
     losses = []
