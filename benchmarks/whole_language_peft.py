@@ -8,31 +8,20 @@ written to OUTPUT/found.json.
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import peft
 import transformers
-from datasets import load_dataset
+
+from .whole_peft import begin
 
 LENGTH, RATE, ROWS = 256, 1e-3, 16
 """Tokens of a row, learning rate and rows of a step, as our side has them."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("trainer", "trl"))
-    parser.add_argument("model")
-    parser.add_argument("data", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    transformers.set_seed(options.seed)
-    files = {split: str(options.data / f"{split}.jsonl") for split in ("train", "validation", "test")}
-    data = load_dataset("json", data_files=files, cache_dir=str(options.output / "cache"))
+    options, data = begin(__doc__, 1, ("trainer", "trl"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = transformers.AutoModelForCausalLM.from_pretrained(options.model)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,24 @@ import transformers
 from datasets import load_dataset
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def begin(description: str | None, epochs: int, kinds: Sequence[str] = ()) -> tuple[argparse.Namespace, Any]:
+    """Return the options of the command and the rows of its splits, with the random numbers seeded."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if kinds:
+        parser.add_argument("kind", choices=kinds)
     parser.add_argument("model")
     parser.add_argument("data", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=epochs)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     transformers.set_seed(options.seed)
     files = {split: str(options.data / f"{split}.jsonl") for split in ("train", "validation", "test")}
-    data = load_dataset("json", data_files=files, cache_dir=str(options.output / "cache"))
+    return options, load_dataset("json", data_files=files, cache_dir=str(options.output / "cache"))
+
+
+def main() -> None:
+    options, data = begin(__doc__, 3)
     texts = [name for name in ("text", "pair") if name in data["train"].column_names]
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
 
