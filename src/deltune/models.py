@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from .errors import DeltuneError, check_booleans, check_choice, check_extra, error_summary, missing_extra, unknown_name
 from .files import find_file, read_json, user_path
@@ -479,6 +479,23 @@ def has_trained_head(config: PreTrainedConfig, head: str) -> bool:
 def trained_head(config: PreTrainedConfig) -> str | None:
     """Return the head that a checkpoint was saved with, or None if it has none that is known here."""
     return next((head for head in HEADS_ALONE if has_trained_head(config, head)), None)
+
+
+class TrainedHead(NamedTuple):
+    """The head that a model's files have: its kind, None if no known one, its labels, and the pooling that it reads."""
+
+    kind: str | None
+    labels: tuple[str, ...]
+    pooling: str
+
+
+def read_trained_head(name: str) -> TrainedHead:
+    """Read which head a model's files have: of its class, or behind the modules of sentence-transformers."""
+    config, sentences = load_config(name), sentence_modules(name)
+    labels = tuple(str(label) for _, label in sorted((config.id2label or {}).items()))
+    if sentences is not None and sentences.head is not None:
+        return TrainedHead("classification", labels, sentences.pooling)
+    return TrainedHead(trained_head(config), labels, "model")
 
 
 HEADS_ALONE = ("seq2seq-lm", "causal-lm", "classification", "tagging")

@@ -52,7 +52,7 @@ class Where(TypedDict, total=False):
 
 
 class AtProjections(Where, total=False):
-    """The same of a method that acts at projections, by default at queries and values."""
+    """The layers, attentions and projections that a method acts in, by default queries and values."""
 
     at: Site
 

@@ -48,7 +48,7 @@ class Schedule:
 
 @dataclass(frozen=True, repr=False)
 class Allocation(Schedule):
-    """What rank and cluster schedules have in common: ever fewer units train, those that matter least leave first.
+    """Base of rank and cluster schedules: ever fewer units train, and the least important ones leave first.
 
     The importance of a parameter is the product of two moving averages, of its sensitivity |w ∂L/∂w| and of how much
     that varies. A unit, such as a rank, has some entries of several tensors.
@@ -68,7 +68,7 @@ class Allocation(Schedule):
     axes: ClassVar[Mapping[str, int]]
     """The tensors, and which axis of each has the units, or rows that each belong to one."""
     variation_first: ClassVar[bool] = False
-    """Whether a sensitivity is compared with the average before it is in that."""
+    """Whether the variation is measured from the average sensitivity before the step's own enters it."""
 
     target: Size = 8
     start: float = 0.1

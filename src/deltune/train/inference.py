@@ -31,9 +31,8 @@ from ..models import (
     load_config,
     load_model,
     load_tokenizer,
-    sentence_modules,
+    read_trained_head,
     tokenizer_languages,
-    trained_head,
 )
 from ..runtime import attach
 from ..runtime.attach import atomic_new_folder, load, tuned
@@ -401,8 +400,7 @@ def evaluate(
         loaded.model, loaded.tokenizer, rows.labels, fit_lengths(loaded.model, loaded.kind, limits),
         config.optim.rows_per_device(), loaded.precision,
     )  # fmt: skip
-    tasks = [task for split in rows.splits.values() for task in split["task"]] if "task" in rows.columns else None
-    check_tasks(tuned(loaded.model).delta(), tasks, rows.source)
+    check_tasks(tuned(loaded.model).delta(), rows.tasks, rows.source)
     trained_scheme = folder.data.tag_scheme
     if None not in (rows.tag_scheme, trained_scheme) and rows.tag_scheme != trained_scheme:
         raise DeltuneError(
@@ -439,28 +437,22 @@ def evaluate_untuned(
     config: RunConfig, splits: Sequence[str] | None = None, output: str | Path | None = None, *, progress: bool = False
 ) -> dict[str, dict[str, float]]:
     """Score the model of a config as it is, on the rows that a run of the config would have."""
-    name, configuration = config.model.name, load_config(config.model.name)
+    name = config.model.name
     arguments = (name, config.data, config.generation.answer, config.evaluation, config.runtime.seed, False)
-    sentences = sentence_modules(name)
-    is_sentence_head = sentences is not None and sentences.head is not None
-    own_head = "classification" if is_sentence_head else trained_head(configuration)
-    labels: tuple[str, ...] | None = None
-    if (
-        own_head in HEADS_WITH_LABELS and config.generation.answer == "head"
-    ):  # a file alone does not say which there are
-        labels = tuple(str(label) for _, label in sorted((configuration.id2label or {}).items()))
+    saved = read_trained_head(name)
+    has_labels = saved.kind in HEADS_WITH_LABELS and config.generation.answer == "head"
+    labels = saved.labels if has_labels else None  # a file alone does not say which there are
     setup = set_up_task(*arguments, labels)
     head = setup.kind.head
-    has_head = has_trained_head(configuration, head) or (head == "classification" and is_sentence_head)
-    if head not in LANGUAGE_MODEL_HEADS and not has_head:
+    if head not in LANGUAGE_MODEL_HEADS and head != saved.kind and not has_trained_head(load_config(name), head):
         raise DeltuneError(
             f"{name} has no trained head for {setup.kind.name}, so it has no score before it is tuned: give --answer "
             "words for a language model, or train the head alone (deltune train --method head)"
         )
     tokenizer = load_task_tokenizer(name, config.data)
     backbone = load_model(name, head, labels, "float32", quantize=config.model.quantize)
-    if sentences is not None and head == "classification" and is_sentence_head:
-        attach_trained_head(backbone, name, sentences.pooling)
+    if head == saved.kind and saved.pooling != "model":
+        attach_trained_head(backbone, name, saved.pooling)
     align_padding_token(backbone, tokenizer)
     if head == "causal-lm":
         check_causal(backbone)

@@ -195,15 +195,16 @@ def data_notes(data: TaskData) -> list[str]:
     elif data.kind == "classification" and len(data.labels) > 2 and all(map(str.isdigit, data.labels)):
         lines.append("the labels are whole numbers, each a class; --task regression predicts them as numbers")
     roles = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names]
-
-    def hashes(rows: Dataset) -> NDArray[np.int64]:
-        return np.array([hash(repr(row)) for row in zip(*(rows[role] for role in roles), strict=True)], np.int64)
-
-    known = hashes(data.splits["train"]) if "train" in data.splits else None
+    known = _hashes(data.splits["train"], roles) if "train" in data.splits else None
     for split, rows in data.splits.items():
-        if split != "train" and known is not None and (shared := int(np.isin(hashes(rows), known).sum())):
+        if split != "train" and known is not None and (shared := int(np.isin(_hashes(rows, roles), known).sum())):
             lines.append(f"{counted(shared, 'row')} of {split} also in train")
     return lines
+
+
+def _hashes(rows: Dataset, roles: Sequence[str]) -> NDArray[np.int64]:
+    """Return a hash of what each row has in some columns."""
+    return np.array([hash(repr(row)) for row in zip(*(rows[role] for role in roles), strict=True)], np.int64)
 
 
 def _repetition_notes(data: TaskData) -> list[str]:
@@ -216,9 +217,7 @@ def _repetition_notes(data: TaskData) -> list[str]:
     answers = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names and c.role not in inputs]
     lines = []
     for split, rows in data.splits.items() if inputs and answers else ():
-        pairs = Counter(
-            (hash(repr([row[role] for role in inputs])), hash(repr([row[role] for role in answers]))) for row in rows
-        )
+        pairs = Counter(zip(_hashes(rows, inputs), _hashes(rows, answers), strict=True))
         differing = Counter(question for question, _ in pairs)
         if repeated := sum(number - 1 for number in pairs.values()):
             lines.append(f"{counted(repeated, 'repeated row')} in {split}")

@@ -562,8 +562,7 @@ def _number_tasks(delta: Delta, data: TaskData, start: RunFolder | None) -> None
             f"{len(delta.tasks)}: give tasks={len(names)}"
         )
     delta.trained |= {} if names is None else {"tasks": before or names}
-    every = None if names is None else {task for rows in data.splits.values() for task in rows["task"]}
-    check_tasks(delta, every, data.source)
+    check_tasks(delta, data.tasks, data.source)
 
 
 def _begin_with_mean(model: PreTrainedModel, tuned: Tuned, numbers: Sequence[float]) -> None:

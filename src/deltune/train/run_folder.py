@@ -30,7 +30,7 @@ from ..files import (
 from ..interop.base import is_foreign, read_options
 from ..interop.foreign import foreign_base
 from ..methods.registry import parse
-from ..models import HEADS_WITH_LABELS, head_of_class_name, load_config, sentence_modules, trained_head
+from ..models import HEADS_WITH_LABELS, head_of_class_name, load_config, read_trained_head
 from ..runtime.delta_schema import TrainedFacts
 from ..runtime.serialization import read_metadata
 from .config import RunConfig, read_config
@@ -469,23 +469,15 @@ class ModelFolder(DeltaFolder):
     def __init__(self, folder: str | Path, *, pairs: bool = False) -> None:
         """Read what the model's files say of its head."""
         RunFolder.__init__(self, folder, writer=False)
-        config, sentences = load_config(str(self.folder)), sentence_modules(str(self.folder))
-        head = "classification" if sentences is not None and sentences.head else trained_head(config)
-        if head not in HEADS_WITH_LABELS:
+        kind, self._labels, self.pooling = read_trained_head(str(self.folder))
+        if kind is None or kind not in HEADS_WITH_LABELS:
             raise DeltuneError(
                 f"{self.folder} is a model without a trained head over labels, and spec.yaml is missing, which a run "
                 "has: give a run, or for a language model deltune generate"
             )
-        self.head, self.pairs, self.base, self.is_foreign, self.names_labels = (
-            head,
-            pairs,
-            str(self.folder),
-            False,
-            False,
-        )
-        self._labels = tuple(str(label) for _, label in sorted((config.id2label or {}).items()))
-        self._method, self._trained, self._problem_type = "head", None, config.problem_type
-        self.pooling = sentences.pooling if sentences is not None and sentences.head else "model"
+        self.head, self.pairs = kind, pairs
+        self.base, self.is_foreign, self.names_labels = str(self.folder), False, False
+        self._method, self._trained, self._problem_type = "head", None, load_config(self.base).problem_type
 
 
 def named_labels(before: Sequence[str], labels: Sequence[str], folder: Path) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ which the fit reaches its level. The low threshold is where Matthews' correlatio
 high threshold is where accuracy is within 1 point of full tuning's under the same seed (our margin). A run that
 diverges counts as a guess.
 
-Claims compare the thresholds of each seed's own curve. Figures show those of the mean curve with intervals.
+Claims compare the thresholds of each seed's own curve. Figures show the mean curve's thresholds with intervals.
 """
 
 from __future__ import annotations

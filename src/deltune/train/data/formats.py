@@ -410,10 +410,8 @@ def _notes_on_repetitions(files: Mapping[str, DataFile]) -> list[str]:
     for split, (rows, questions, answers) in hashes.items():
         where = f" in {split}" if len(files) > 1 else ""
         has_question = questions != 0
-        different = np.unique(np.stack([questions[has_question], answers[has_question]]), axis=1)[
-            0
-        ]  # answers of each question
-        counts = np.unique(different, return_counts=True)[1]
+        pairs = np.unique(np.stack([questions[has_question], answers[has_question]]), axis=1)
+        counts = np.unique(pairs[0], return_counts=True)[1]  # of different answers, for each question
         if differing := counts[counts > 1].sum():
             notes.append(f"{counted(differing, 'row')}{where} with a question that other rows answer differently")
         if repeated := (np.unique(rows, return_counts=True)[1] > 1).sum():

@@ -186,6 +186,13 @@ class TaskData:
     notes: tuple[str, ...] = ()
 
     @property
+    def tasks(self) -> set[str] | None:
+        """The names of the tasks of all rows; None where rows have none."""
+        if "task" not in self.columns:
+            return None
+        return {task for rows in self.splits.values() for task in rows["task"]}
+
+    @property
     def summary(self) -> dict[str, Any]:
         """The facts that a run records about its data, as JSON values."""
         fields = ("source", "fingerprint", "kind", "columns", "digests")

@@ -62,7 +62,7 @@ class RowCollector:
     """Collects rows with the same keys, many of them in a temporary file of the cache's folder.
 
     Args:
-        schema: The types of the columns. Default: those of the first rows.
+        schema: The types of the columns. Default: as the first rows have them.
         limit: How many numbers and letters are held in memory before they go into the file.
     """
 

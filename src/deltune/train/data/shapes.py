@@ -229,10 +229,8 @@ def with_lists(
     def lists(file: DataFile) -> RowsRead:
         for number, row in file.rows:
             try:
-                yield (
-                    number,
-                    {**row, **{c: _as_list(row[c], separator) for c in columns if isinstance(row.get(c), str)}},
-                )
+                changed = {c: _as_list(row[c], separator) for c in columns if isinstance(row.get(c), str)}
+                yield number, {**row, **changed}
             except ValueError as error:
                 broken.append(f"{file.location(number)}: {error}")
 
