@@ -92,19 +92,6 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class FixedBase:
-    """What is known of a base model that nobody changes or moves.
-
-    Attributes:
-        placement: Where new deltas belong.
-        order: Which modules a forward pass calls.
-    """
-
-    placement: Placement
-    order: CallOrder
-
-
-@dataclass(frozen=True)
 class PickledDeltas:
     """What a pickle of a model with deltas holds beside the base model.
 
@@ -134,56 +121,48 @@ class PickledDeltas:
 class InstalledHooks:
     """The hooks that the attached deltas need, each with the names of the deltas that need it."""
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy) -> None:
-        self.passes, self.anatomy = passes, anatomy
+    def __init__(self, passes: PassManager) -> None:
+        self.passes = passes
         self.installed: dict[tuple[str, str], Hook] = {}
-        self._makers: Hooks = {}
-        self._users: dict[tuple[str, str], set[str]] = {}
-        self._parameter_users: dict[tuple[str, str], set[str]] = {}  # by (path of the module, name in it)
+        self._of: dict[str, tuple[Hooks, set[tuple[str, str]]]] = {}
+        """By delta, the makers of its hooks, and the modules and names of the parameters that it needs there."""
 
     def add(self, name: str, delta: Delta) -> None:
         """Install the hooks that a delta needs."""
-        makers = hooks_of_delta(self.passes, self.anatomy, delta)
-        users = dict.fromkeys(makers, name)
-        if _THE_MODEL not in self._users.get(("", "pass"), ()):
-            of_model = hooks_of_model(self.passes, self.anatomy)
-            makers, users = makers | of_model, users | dict.fromkeys(of_model, _THE_MODEL)
-        self._makers |= makers
-        for key, user in users.items():
-            self._users.setdefault(key, set()).add(user)
-        for tensor, _ in delta.weight_edits():
-            path, _, leaf = tensor.rpartition(".")
-            self._parameter_users.setdefault((path, leaf), set()).add(name)
-        for tensor in (*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())):
-            for place in owning_modules(self.anatomy, tensor):
-                self._parameter_users.setdefault(place, set()).add(name)
+        if _THE_MODEL not in self._of:
+            self._of[_THE_MODEL] = hooks_of_model(self.passes), set()
+        anatomy = self.passes.anatomy
+        tensors = (*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors()))
+        places = {place for tensor in tensors for place in owning_modules(anatomy, tensor)}
+        edited = {(path, leaf) for path, _, leaf in (tensor.rpartition(".") for tensor, _ in delta.weight_edits())}
+        self._of[name] = hooks_of_delta(self.passes, delta), places | edited
         self.update()
 
     def forget(self, names: Collection[str]) -> None:
         """Note that some deltas need no hooks any more."""
-        for users in (*self._users.values(), *self._parameter_users.values()):
-            users.difference_update(names)
+        for name in names:
+            self._of.pop(name, None)
 
     def update(self) -> None:
         """Install the hooks that are missing, and remove the unused ones.
 
         Hooks of one module run in the order in which they were installed, so those that run after a new one are
-        installed anew. What it takes does not depend on how many deltas are attached.
+        installed anew.
         """
         self.passes.kept_assignments.clear()  # the hooks that they need may go
         in_scopes = {(path, "tensors") for path in self.passes.overridden_modules()}
-        needed = {key for key, names in self._users.items() if names}
-        ranks_of_new = [install_rank(key) for key in needed - self.installed.keys()]
+        needed = {key: make for makers, _ in self._of.values() for key, make in makers.items()}
+        ranks_of_new = [install_rank(key) for key in needed.keys() - self.installed.keys()]
         lowest = min((rank for rank in ranks_of_new if rank), default=None)
         for key in list(self.installed):
             runs_later = lowest is not None and install_rank(key) > lowest
             if runs_later or (key not in needed and key not in in_scopes):
                 self.installed[key].remove()
                 del self.installed[key]
-        for key in sorted(needed - self.installed.keys(), key=install_rank):
-            self.install(key, self._makers[key])
-        parameters = {place for place, names in self._parameter_users.items() if names}
-        paths = {path for path, side in (needed | in_scopes) if side not in _METHOD_NAMES and side != ATTRIBUTE}
+        for key in sorted(needed.keys() - self.installed.keys(), key=install_rank):
+            self.install(key, needed[key])
+        parameters = {place for _, places in self._of.values() for place in places}
+        paths = {path for path, side in (needed.keys() | in_scopes) if side not in _METHOD_NAMES and side != ATTRIBUTE}
         self.passes.modules.keep(paths | {path for path, _ in parameters}, parameters)
         self.passes.set_prefix_attention(any(side == "attention" for _, side in self.installed))
 
@@ -228,12 +207,12 @@ class Attached:
         self.base_labels = HeadLabels.from_config(model.config)
         self.base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
-        self._fixed: FixedBase | None = None
+        self._fixed: tuple[Placement, CallOrder] | None = None  # where new deltas belong, and what a pass calls
         self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
         self.state = ModelState(model, deltas, base)
-        self.passes = PassManager(model, self.state, RowAssignment([], None, self.base_labels))
+        self.passes = PassManager(model, anatomy, self.state, RowAssignment([], None, self.base_labels))
         self.passes.attention_configs = [(config, attention_implementation(config)) for config in all_configs(model)]
-        self.hooks = InstalledHooks(self.passes, anatomy)
+        self.hooks = InstalledHooks(self.passes)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -341,12 +320,10 @@ class Attached:
         if not use.rows and use.names is None:
             return RowAssignment([], None, self.base_labels)
         follow_offloading(self.state, every_module=False)
-        deltas: dict[str, Any] = dict(self.deltas.items())
-        facts = (deltas, self.base_labels, self.anatomy, self.state, self.passes.delta_cache)
         if use.rows:
-            assignment = RowAssignment.of_rows(use, *facts, constant, left_out)
+            assignment = RowAssignment.of_rows(use, self.base_labels, self.passes.delta_cache, constant, left_out)
         else:
-            assignment = RowAssignment.of_all(use, *facts, left_out)
+            assignment = RowAssignment.of_all(use, self.base_labels, self.passes.delta_cache, left_out)
         with self.state.mutex:
             for path in assignment.tensors:
                 if (path, "tensors") not in self.hooks.installed:
@@ -383,7 +360,7 @@ class Attached:
     def shares_rows(self, name: str) -> bool:
         """Return whether some rows of a batch can use a delta while others do not, as `Tuned.rows` needs it."""
         with self.state.mutex:
-            facts = self.passes.delta_cache.of(self.delta(name), self.anatomy, self.state)
+            facts = self.passes.delta_cache.of(name)
         return not facts.shared and not facts.not_by_row
 
     # -- attaching
@@ -402,7 +379,7 @@ class Attached:
 
     def move_to_model(self, delta: Delta) -> Delta:
         """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
-        placement = self._placement() if self._fixed is None else self._fixed.placement
+        placement = self._placement() if self._fixed is None else self._fixed[0]
         default, dtype = placement.default, placement.dtype
         for edit in delta.all_edits():
             inside = (device for name, device in placement.devices if is_inside(name, edit.place.target.path))
@@ -484,7 +461,7 @@ class Attached:
                 check_takes_prompts(self.model, self.anatomy)
         if not len(delta.edits):
             return
-        order = call_order(self.model) if self._fixed is None else self._fixed.order
+        order = call_order(self.model) if self._fixed is None else self._fixed[1]
         for part in self.anatomy.other_towers:
             if any(edit.place.target.path.startswith(f"{part.tower_path}.") for edit in delta.all_edits()):
                 tower = self.model.get_submodule(part.tower_path)
@@ -695,7 +672,7 @@ class Attached:
         handle stays when its last delta is detached.
         """
         self.remember_base_metadata()
-        self._fixed = FixedBase(self._placement(), call_order(self.model))
+        self._fixed = self._placement(), call_order(self.model)
         self.state.base_is_fixed = True
 
     def release_base(self) -> None:

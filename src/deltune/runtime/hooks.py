@@ -14,7 +14,6 @@ from transformers.pytorch_utils import Conv1D
 from ..anatomy.quantization import quantized_modules
 from ..anatomy.skeleton import base_modules
 from ..anatomy.tracing import CallOrder
-from ..anatomy.types import Anatomy
 from ..compat import (
     IS_QUANTIZED,
     PACKS_FOR_CPU,
@@ -174,7 +173,7 @@ def runs_class_forward(module: nn.Module) -> bool:
 class ModuleHook:
     """A hook of torch at one module."""
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: PassManager, path: str) -> None:
         self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
 
     def remove(self) -> None:
@@ -276,8 +275,9 @@ class AttentionHook(ModuleHook):
 class HiddenStatesHook:
     """Applies the edits that read all hidden states of a stack and change the last, at the module around its layers."""
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: PassManager, path: str) -> None:
         self.passes, self.path = passes, path
+        anatomy = passes.anatomy
         stack = next(s for s in anatomy.stacks if s.container == path)
         self.container = passes.model.get_submodule(path)
         layers = [layer for layer in anatomy.layers if layer.stack == stack.name]
@@ -377,29 +377,29 @@ Hooks = dict[tuple[str, str], Callable[[], Hook]]
 """Functions that make hooks, by path and kind of the hook."""
 
 
-def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks:
+def hooks_of_delta(passes: PassManager, delta: Delta) -> Hooks:
     """Return the hooks that a delta needs beside `hooks_of_model`."""
-    needed: Hooks = {}
+    anatomy, needed = passes.anatomy, dict[tuple[str, str], Callable[[], Hook]]()
     for edit in delta.all_edits():
         target = edit.place.target
         if target.side == "weight":
             module = passes.model.get_submodule(target.path)
             needed[target.path, "tensors"] = partial(ForwardOverride, passes, target.path, module)
             continue
-        needed[target.path, target.side] = partial(HOOK_CLASSES[target.side], passes, anatomy, target.path)
+        needed[target.path, target.side] = partial(HOOK_CLASSES[target.side], passes, target.path)
         if edit.source_path is not None:
-            needed[edit.source_path, "input"] = partial(InputHook, passes, anatomy, edit.source_path)
+            needed[edit.source_path, "input"] = partial(InputHook, passes, edit.source_path)
             parent = _common_parent(target.path, edit.source_path)
             needed[parent, "pass"] = partial(ForwardEntry, passes, parent, always_begins=False)
         if edit.modification.positions != ALL:
             entry = anatomy.stacks[0].entry
-            needed[entry, "chosen"] = partial(TokensHook, passes, anatomy, entry)
+            needed[entry, "chosen"] = partial(TokensHook, passes, entry)
         if edit.place.shifted_stack:
             entry = anatomy.stack(edit.place.shifted_stack).entry
-            needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
+            needed[entry, "positions"] = partial(PositionHook, passes, entry)
     if delta.pooling != "model":
         needed[anatomy.base, "pass"] = partial(ForwardEntry, passes, anatomy.base, always_begins=False)
-        needed[anatomy.base, "pooling"] = partial(PoolingHook, passes, anatomy, anatomy.base)
+        needed[anatomy.base, "pooling"] = partial(PoolingHook, passes, anatomy.base)
     overridden: set[nn.Module] = set()  # a module that has several paths is replaced once, under its first path
     for tensor, _ in delta.masked_tensors():
         for path, _ in owning_modules(anatomy, tensor):
@@ -409,12 +409,13 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
                 needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
     vocabulary = anatomy.vocabulary
     if vocabulary is not None and any(path == vocabulary.path for path, _ in needed):
-        needed[vocabulary.path, "called"] = partial(VocabularyHook, passes, anatomy, vocabulary.path)
+        needed[vocabulary.path, "called"] = partial(VocabularyHook, passes, vocabulary.path)
     return needed
 
 
-def hooks_of_model(passes: PassManager, anatomy: Anatomy) -> Hooks:
+def hooks_of_model(passes: PassManager) -> Hooks:
     """Return the hooks that the model needs as long as any delta is attached."""
+    anatomy = passes.anatomy
     entries = {layer.path: False for layer in anatomy.layers} | {stack.container: False for stack in anatomy.stacks}
     entries |= {layer.path: False for part in anatomy.other_towers for layer in part.layers}
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}

@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .._context import descends_from_import
+from ..anatomy.types import Anatomy
 from ..compat import attention_implementation, backward_id, set_attention_implementation
 from ..errors import DeltuneError
 from .attention import PREFIX, prefix_implementation
@@ -253,8 +254,10 @@ class PassManager:
         any_in_event_loop: Whether one of them was entered in an event loop.
     """
 
-    def __init__(self, model: PreTrainedModel, state: ModelState, default_assignment: RowAssignment) -> None:
-        self.model, self.state, self.default_assignment = model, state, default_assignment
+    def __init__(
+        self, model: PreTrainedModel, anatomy: Anatomy, state: ModelState, default_assignment: RowAssignment
+    ) -> None:
+        self.model, self.anatomy, self.state, self.default_assignment = model, anatomy, state, default_assignment
         self.attention_configs: list[tuple[Any, str | None]] = []
         self.has_prefixes = False
         self.vocabulary: str | None = None
@@ -264,7 +267,7 @@ class PassManager:
     def _reset(self) -> None:
         self.compiled_pass = ForwardPass(self, self.default_assignment)
         self.kept_assignments: dict[tuple[tuple[str | None, ...], frozenset[Edit] | None], RowAssignment] = {}
-        self.delta_cache = DeltaCache()
+        self.delta_cache = DeltaCache(self.anatomy, self.state)
         self._forget_threads(())
         _PASS_MANAGERS[id(self)] = self
 

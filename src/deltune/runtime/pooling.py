@@ -184,7 +184,7 @@ def write_sentence_model(
 class PoolingHook:
     """Replaces what the base model gives as `pooler_output`, for the rows whose delta says so."""
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: PassManager, path: str) -> None:
         self.passes, self.base = passes, passes.model.get_submodule(path)
         self.arguments = parameter_names(self.base)
 

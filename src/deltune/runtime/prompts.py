@@ -71,8 +71,8 @@ class PromptHook:
     and at the right of any other, so that a row sees what it would see alone.
     """
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        model = passes.model
+    def __init__(self, passes: PassManager, path: str) -> None:
+        model, anatomy = passes.model, passes.anatomy
         stack = anatomy.stacks[0]
         self.passes = passes
         self.causal = stack.causal
@@ -483,8 +483,8 @@ class PositionHook:
     otherwise position_ids are increased.
     """
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        stack = next(s for s in anatomy.stacks if s.entry == path)
+    def __init__(self, passes: PassManager, path: str) -> None:
+        stack = next(s for s in passes.anatomy.stacks if s.entry == path)
         self.passes, self.stack = passes, stack.name
         self.table = passes.model.get_submodule(stack.positions) if stack.positions else None
         self.entry = passes.model.get_submodule(path)

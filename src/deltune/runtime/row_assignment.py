@@ -24,7 +24,6 @@ from ..methods.forms.prompt import Prompt
 from ..methods.masks import RowMask
 from ..methods.positions import ALL
 from ..methods.resolve import edit_conflicts
-from ..models import Pooling
 from .cached_prompts import identity_of
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, ModuleCall, ReadInput, input_reader
@@ -352,53 +351,40 @@ class RowAssignment:
 
     @classmethod
     def of_all(
-        cls,
-        use: Use,
-        deltas: Mapping[str, Delta],
-        base_labels: HeadLabels,
-        anatomy: Anatomy,
-        state: ModelState,
-        cache: DeltaCache,
-        left_out: Collection[Edit] | None = None,
+        cls, use: Use, base_labels: HeadLabels, cache: DeltaCache, left_out: Collection[Edit] | None = None
     ) -> RowAssignment:
         """Assign one delta to all rows, or several that act together."""
-        names = each_name(use.names)
-        chosen = tuple(deltas[name] for name in names)
-        frozen = frozenset(deltas[name] for name in names if use.train is not None and name not in use.train)
-        if len(chosen) > 1:
-            joint = _together(use.names, deltas, use.head, anatomy, state, cache)
-            group = DeltaRows(chosen, overrides=joint.overrides, frozen=frozen, pooling=joint.pooling)
-            assignment = cls([group], None, joint.labels or base_labels, left_out=left_out)
-            assignment.tensors = {state.paths[m]: SubstitutedTensors(getters) for m, getters in joint.overrides.items()}
-            assignment.used = use
-            return assignment
-        (delta,) = chosen
-        group = DeltaRows(chosen, frozen=frozen, pooling=delta.pooling)
-        assignment = cls([group], names[0], delta.labels or base_labels, left_out=left_out)
+        state, names = cache.state, each_name(use.names)
+        frozen = frozenset(state.delta(name) for name in names if use.train is not None and name not in use.train)
+        if len(names) > 1:
+            group, labels = _together(names, use.head, cache, frozen=frozen)
+            assignment = cls([group], None, labels or base_labels, left_out=left_out)
+            assignment.tensors = {state.paths[m]: SubstitutedTensors(getters) for m, getters in group.overrides.items()}
+        else:
+            delta = state.delta(names[0])
+            group = DeltaRows((delta,), frozen=frozen, pooling=delta.pooling)
+            assignment = cls([group], names[0], delta.labels or base_labels, left_out=left_out)
+            changed: dict[nn.Module, dict[str, list[Change]]] = {}
+            for (module, leaf), (_, changes) in _changes_of(state, delta).items():
+                changed.setdefault(module, {})[leaf] = changes
+            assignment.tensors = {state.paths[module]: ChangedTensors(parts) for module, parts in changed.items()}
         assignment.used = use
-        changed: dict[nn.Module, dict[str, list[Change]]] = {}
-        for (module, leaf), (_, changes) in _changes_of(state, delta).items():
-            changed.setdefault(module, {})[leaf] = changes
-        assignment.tensors = {state.paths[module]: ChangedTensors(parts) for module, parts in changed.items()}
         return assignment
 
     @classmethod
     def of_rows(
         cls,
         use: Use,
-        deltas: Mapping[str, Delta],
         base_labels: HeadLabels,
-        anatomy: Anatomy,
-        state: ModelState,
         cache: DeltaCache,
         constant: bool = False,
         left_out: Collection[Edit] | None = None,
     ) -> RowAssignment:
         """Assign a delta, or several that act together, to each row."""
-        groups, heads = _group_rows(use, deltas, anatomy, state, cache)
+        groups, heads = _group_rows(use, cache)
         labels = [head or base_labels for head in heads]
         labels += [base_labels] if None in use.rows else []
-        if not anatomy.head:
+        if not cache.anatomy.head:
             labels = [base_labels]
         widest = max(labels, key=lambda head: len(head.id2label))
         shared = AssignmentCache(constant, cache.stacks)
@@ -408,7 +394,7 @@ class RowAssignment:
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
-        assignment.tensors = {state.paths[module]: override_by_row(module, groups, shared) for module in modules}
+        assignment.tensors = {cache.state.paths[m]: override_by_row(m, groups, shared) for m in modules}
         assignment.prefixes = {} if constant else None
         return assignment
 
@@ -499,13 +485,14 @@ class DeltaFacts:
 
 
 class DeltaCache:
-    """Facts about deltas that every assignment of rows needs, each kept until its delta is detached.
+    """Facts about a model and its deltas that every assignment of rows needs, each kept until its delta is detached.
 
     Attributes:
         stacks: The stacked tensors of the edits of deltas that were in a batch together, for passes without gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, anatomy: Anatomy, state: ModelState) -> None:
+        self.anatomy, self.state = anatomy, state
         self.stacks: dict[tuple[str, str], EditStack] = {}
         self._of: dict[Delta, DeltaFacts] = {}
 
@@ -516,8 +503,9 @@ class DeltaCache:
             if any(delta in deltas for deltas in stack.number_of):
                 del self.stacks[place]
 
-    def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> DeltaFacts:
+    def of(self, name: str) -> DeltaFacts:
         """Return the facts about a delta."""
+        delta, anatomy = self.state.delta(name), self.anatomy
         if delta not in self._of:
             names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
             by_token = {tensor.name for tensor, mask in delta.planned.masked if isinstance(mask, RowMask)}
@@ -529,7 +517,7 @@ class DeltaCache:
                 and t.area != "head"
             )
             not_by_row = _modules_not_by_row(delta, names, anatomy)
-            self._of[delta] = DeltaFacts(shared, not_by_row, _overrides_of(state, delta))
+            self._of[delta] = DeltaFacts(shared, not_by_row, _overrides_of(self.state, delta))
         return self._of[delta]
 
 
@@ -543,21 +531,6 @@ def _modules_not_by_row(delta: Delta, names: Iterable[str], anatomy: Anatomy) ->
         if edit.place.target.side == "states":
             changed += [layer.path for part in parts for layer in part.layers if is_inside(layer.path, target)]
     return tuple(dict.fromkeys(path for part in parts for path in part.not_by_row if path in {*changed}))
-
-
-@dataclass(frozen=True)
-class JointOverrides:
-    """What deltas that act together have in place of the model's own.
-
-    Attributes:
-        labels: The labels of the head that answers; None for the model's own.
-        pooling: What that head reads.
-        overrides: The values of parameters of modules, by module and name.
-    """
-
-    labels: HeadLabels | None
-    pooling: Pooling
-    overrides: Mapping[nn.Module, TensorGetters]
 
 
 def head_of(names: tuple[str, ...], deltas: Mapping[str, Delta], head: str | None) -> str | None:
@@ -579,13 +552,23 @@ def head_of(names: tuple[str, ...], deltas: Mapping[str, Delta], head: str | Non
 
 
 def _together(
-    names: Names, deltas: Mapping[str, Delta], head: str | None, anatomy: Anatomy, state: ModelState, cache: DeltaCache
-) -> JointOverrides:
-    """Return what the deltas of a row have in place of the model's own: W + Σ (W_i - W) where several have a W_i."""
-    some = each_name(names)
+    some: tuple[str, ...],
+    head: str | None,
+    cache: DeltaCache,
+    rows: tuple[int, ...] | None = None,
+    size: int = 0,
+    frozen: frozenset[Delta] = frozenset(),
+) -> tuple[DeltaRows, HeadLabels | None]:
+    """Return the group of rows that use some deltas, and the labels of the head that answers; None for the model's own.
+
+    In place of the model's own tensors they have W + Σ (W_i - W) where several deltas have a W_i.
+    """
+    anatomy, state = cache.anatomy, cache.state
+    deltas = {name: state.delta(name) for name in some}
+    make = partial(DeltaRows, tuple(deltas.values()), rows, size, frozen=frozen)
     if len(some) == 1:
         delta = deltas[some[0]]
-        return JointOverrides(delta.labels, delta.pooling, cache.of(delta, anatomy, state).overrides)
+        return make(overrides=cache.of(some[0]).overrides, pooling=delta.pooling), delta.labels
     answering = head_of(some, deltas, head)
     problems = list(edit_conflicts(edit for name in some for edit in deltas[name].planned.edits))
     values: dict[tuple[nn.Module, str], list[Callable[[], torch.Tensor]]] = {}
@@ -598,7 +581,7 @@ def _together(
                 f"{name!r} ({delta.method!r}) trains {first_names(directly, 2)}, which the model reads directly and "
                 "not by calling its module: merge it, and load the others on the merged model"
             )
-        for module, getters in cache.of(delta, anatomy, state).overrides.items():
+        for module, getters in cache.of(name).overrides.items():
             for leaf, value in getters.items():
                 if name == answering or (module, leaf) not in of_head:
                     values.setdefault((module, leaf), []).append(value)
@@ -609,8 +592,8 @@ def _together(
         summed = partial(_sum_of_changes, partial(state.base_parameter, module, leaf), each)
         overrides.setdefault(module, {})[leaf] = each[0] if len(each) == 1 else summed
     if answering is None:
-        return JointOverrides(None, "model", overrides)
-    return JointOverrides(deltas[answering].labels, deltas[answering].pooling, overrides)
+        return make(overrides=overrides), None
+    return make(overrides=overrides, pooling=deltas[answering].pooling), deltas[answering].labels
 
 
 def _sum_of_changes(base: Callable[[], Any], values: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
@@ -619,17 +602,14 @@ def _sum_of_changes(base: Callable[[], Any], values: Sequence[Callable[[], torch
     return sum((value() - whole for value in values), whole)
 
 
-def _group_rows(
-    use: Use, deltas: Mapping[str, Delta], anatomy: Anatomy, state: ModelState, cache: DeltaCache
-) -> tuple[list[DeltaRows], list[HeadLabels | None]]:
+def _group_rows(use: Use, cache: DeltaCache) -> tuple[list[DeltaRows], list[HeadLabels | None]]:
     """Return the groups of rows that use the same, and the labels of each group's head."""
     unique = dict.fromkeys(names for names in use.rows if names is not None)
     problems: list[str] = []
     groups: list[DeltaRows] = []
     labels: list[HeadLabels | None] = []
     for name in dict.fromkeys(name for names in unique for name in each_name(names)):
-        delta = deltas[name]
-        facts = cache.of(delta, anatomy, state)
+        delta, facts = cache.state.delta(name), cache.of(name)
         shared = facts.shared
         if facts.not_by_row and not shared:
             problems.append(
@@ -652,14 +632,12 @@ def _group_rows(
         rows = tuple(i for i, other in enumerate(use.rows) if other == names)
         some = each_name(names)
         try:
-            head = use.head if use.head in some else None
-            joint = _together(names, deltas, head, anatomy, state, cache)
+            group, of_head = _together(some, use.head if use.head in some else None, cache, rows, len(use.rows))
         except DeltuneError as error:
             problems.append(str(error))
         else:
-            chosen = tuple(deltas[name] for name in some)
-            groups.append(DeltaRows(chosen, rows, len(use.rows), joint.overrides, pooling=joint.pooling))
-            labels.append(joint.labels)
+            groups.append(group)
+            labels.append(of_head)
     if problems:
         raise error_from_problems("these deltas cannot be used in one batch", problems)
     return groups, labels

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..anatomy.types import Anatomy
 from ..compat import remove_hooks
 from ..errors import DeltuneError
 from ..methods.positions import chosen_tokens
@@ -30,7 +29,7 @@ _MARK = "deltune_invoked"
 class TokensHook:
     """Finds, before a stack runs, which of its tokens the modifications in use act at."""
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
+    def __init__(self, passes: PassManager, path: str) -> None:
         self.passes, self.entry = passes, passes.model.get_submodule(path)
         self.arguments = parameter_names(self.entry)
 
