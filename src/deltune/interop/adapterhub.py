@@ -55,15 +55,10 @@ BOTTLENECK_OPTIONS = {
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """One configuration as read: its pieces, and named methods that may be the same.
+    """One configuration as read: its pieces, and named methods that may be the same."""
 
-    Attributes:
-        pieces: The modifications with their tensors.
-        known: Functions that make the named methods.
-    """
-
-    pieces: list[PlacedTensors]
-    known: list[Callable[[], Method]]
+    pieces: list[PlacedTensors]  # the modifications with their tensors
+    known: list[Callable[[], Method]]  # functions that make the named methods
 
 
 def residual_problems(config: Mapping[str, Any]) -> list[str]:

@@ -220,77 +220,46 @@ NamedTensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ForeignFolder:
-    """The content of a folder of another library.
+    """The content of a folder of another library."""
 
-    Attributes:
-        where: The folder.
-        options: The adapter's options.
-        tensors: The adapter's tensors, by their names there.
-        head_options: The options of a head that was saved apart.
-        head: The tensors of a head that was saved apart.
-    """
-
-    where: Path
-    options: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    head_options: dict[str, Any] = field(default_factory=dict)
-    head: dict[str, torch.Tensor] = field(default_factory=dict)
+    where: Path  # the folder
+    options: dict[str, Any]  # the adapter's options
+    tensors: dict[str, torch.Tensor]  # the adapter's tensors, by their names there
+    head_options: dict[str, Any] = field(default_factory=dict)  # the options of a head that was saved apart
+    head: dict[str, torch.Tensor] = field(default_factory=dict)  # the tensors of a head that was saved apart
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A folder of another library in our terms.
+    """A folder of another library in our terms."""
 
-    Attributes:
-        method: The method.
-        tensors: Its tensors, by their names in our files.
-        head: The tensors of the head, by their names in the model.
-        labels: The names of the head's labels, in order.
-    """
-
-    method: Method
-    tensors: dict[str, torch.Tensor]
-    head: dict[str, torch.Tensor] = field(default_factory=dict)
-    labels: tuple[str, ...] = ()
+    method: Method  # the method
+    tensors: dict[str, torch.Tensor]  # its tensors, by their names in our files
+    head: dict[str, torch.Tensor] = field(default_factory=dict)  # the tensors of the head, by their names in the model
+    labels: tuple[str, ...] = ()  # the names of the head's labels, in order
 
 
 @dataclass(frozen=True)
 class PlacedTensors:
-    """One modification at one place with its tensors.
+    """One modification at one place with its tensors."""
 
-    Attributes:
-        modification: The modification, without a choice of layers, stack or attention.
-        place: The place.
-        tensors: The tensors of its form and composition, by name.
-    """
-
-    modification: Modification
-    place: Location
-    tensors: NamedTensors
+    modification: Modification  # the modification, without a choice of layers, stack or attention
+    place: Location  # the place
+    tensors: NamedTensors  # the tensors of its form and composition, by name
 
 
 @dataclass(frozen=True)
 class ExportedDelta:
-    """A delta that is to be written for another library.
+    """A delta that is to be written for another library."""
 
-    Attributes:
-        anatomy: The model's anatomy.
-        edits: Its edits.
-        full_tensors: The full tensors of each edit, by the edit's key.
-        in_place: The parameters that are tuned in place, by name.
-        rows: The rows of parameters of which only some rows are trained.
-        head: The parameters of the head, by name.
-        original: Returns the pretrained value of a parameter.
-        sliding_window: Whether some attention of the model has a sliding window.
-    """
-
-    anatomy: Anatomy
-    edits: tuple[ResolvedEdit, ...]
-    full_tensors: Mapping[str, NamedTensors]
-    in_place: NamedTensors
-    head: NamedTensors
-    original: Callable[[str], torch.Tensor]
-    sliding_window: bool = False
+    anatomy: Anatomy  # the model's anatomy
+    edits: tuple[ResolvedEdit, ...]  # its edits
+    full_tensors: Mapping[str, NamedTensors]  # the full tensors of each edit, by the edit's key
+    in_place: NamedTensors  # the parameters that are tuned in place, by name
+    head: NamedTensors  # the parameters of the head, by name
+    original: Callable[[str], torch.Tensor]  # returns the pretrained value of a parameter
+    sliding_window: bool = False  # whether some attention of the model has a sliding window
+    # the rows of parameters of which only some rows are trained
     rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 

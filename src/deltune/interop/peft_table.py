@@ -42,57 +42,37 @@ def _no_more(value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A type of PEFT's that changes projections, and the named method that does the same.
+    """A type of PEFT's that changes projections, and the named method that does the same."""
 
-    Attributes:
-        kind: PEFT's type.
-        make: The named method.
-        arguments: Its arguments, with the options of the same meaning.
-        leaves: The tensors of its form, with what their names end in after the module's; * stands for a number.
-        alpha: The option that is the method's scale times its rank.
-        ranks: Options that are added to the rank there.
-        patterns: Those of `PATTERNS` that the type has.
-        when: The options by which it is this method and no other of the type.
-        shared: Tensors that places share, with their names in a file of PEFT. A file may lack what a seed gives.
-        copies: Those of them that a file has once more for every module.
-        lookup: The leaves where the module is an embedding.
-        outputs: The tensors with a row for each output, where the parts of a fused projection can stand apart.
-        zeros: Leaves of tensors of zeros, which stand for what a module lacks.
-        only: Options that have a translation with some of their values.
-        reads: The options that `read` and `to_ours` look at.
-        read: Returns more arguments from the options.
-        write: Returns more options from the form.
-        sizes: Returns the options that a file has no better than its tensors, by our names.
-        to_ours: Returns our tensors from PEFT's, from the options and from the widths of the module.
-        to_peft: Returns PEFT's tensors from ours.
-        beside: Rows that act beside this one at the same modules, where their options say so.
-        written: Whether such a delta is written as this type.
-        note: What differs from PEFT, for the documentation.
-    """
-
-    kind: str
-    make: Callable[..., NamedMethod]
-    arguments: Mapping[str, str] = field(default_factory=dict)
+    kind: str  # PEFT's type
+    make: Callable[..., NamedMethod]  # the named method
+    arguments: Mapping[str, str] = field(default_factory=dict)  # its arguments, with the options of the same meaning
+    # the tensors of its form, with what their names end in after the module's; * stands for a number
     leaves: Mapping[str, str] = field(default_factory=dict)
-    alpha: str = ""
-    ranks: tuple[str, ...] = ()
-    patterns: tuple[str, ...] = ()
-    when: Options = field(default_factory=dict)
+    alpha: str = ""  # the option that is the method's scale times its rank
+    ranks: tuple[str, ...] = ()  # options that are added to the rank there
+    patterns: tuple[str, ...] = ()  # those of `PATTERNS` that the type has
+    when: Options = field(default_factory=dict)  # the options by which it is this method and no other of the type
+    # tensors that places share, with their names in a file of PEFT. A file may lack what a seed gives.
     shared: Mapping[str, str] = field(default_factory=dict)
-    copies: Mapping[str, str] = field(default_factory=dict)
-    lookup: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)  # those of them that a file has once more for every module
+    lookup: Mapping[str, str] = field(default_factory=dict)  # the leaves where the module is an embedding
+    # the tensors with a row for each output, where the parts of a fused projection can stand apart
     outputs: tuple[str, ...] = ()
-    zeros: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()  # leaves of tensors of zeros, which stand for what a module lacks
+    # options that have a translation with some of their values
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    reads: tuple[str, ...] = ()
-    read: Callable[[Options], dict[str, Any]] = _no_more
-    write: Callable[[Any], dict[str, Any]] = _no_more
+    reads: tuple[str, ...] = ()  # the options that `read` and `to_ours` look at
+    read: Callable[[Options], dict[str, Any]] = _no_more  # returns more arguments from the options
+    write: Callable[[Any], dict[str, Any]] = _no_more  # returns more options from the form
+    # returns the options that a file has no better than its tensors, by our names
     sizes: Callable[[Values], dict[str, Any]] = _no_more
+    # returns our tensors from PEFT's, from the options and from the widths of the module
     to_ours: Callable[[Values, Options, Widths], Values] = lambda values, options, widths: values
-    to_peft: Callable[[Values, Widths], Values] = lambda values, widths: values
-    beside: tuple[Row, ...] = ()
-    written: bool = True
-    note: str = ""
+    to_peft: Callable[[Values, Widths], Values] = lambda values, widths: values  # returns PEFT's tensors from ours
+    beside: tuple[Row, ...] = ()  # rows that act beside this one at the same modules, where their options say so
+    written: bool = True  # whether such a delta is written as this type
+    note: str = ""  # what differs from PEFT, for the documentation
 
     @property
     def options(self) -> set[str]:
@@ -527,23 +507,15 @@ IN_TRAINING = (
 
 @dataclass(frozen=True)
 class Other:
-    """A type with a reader of its own, which `peft_read` has.
+    """A type with a reader of its own, which `peft_read` has."""
 
-    Attributes:
-        method: What it is here.
-        leaves: The ends of its tensors' names, after the name of the module.
-        options: The options that are read or change nothing.
-        only: Options that have a translation with some of their values.
-        written: Whether such a delta is written.
-        note: What differs from PEFT, for the documentation.
-    """
-
-    method: str
-    leaves: tuple[str, ...] = ()
-    options: frozenset[str] = frozenset()
+    method: str  # what it is here
+    leaves: tuple[str, ...] = ()  # the ends of its tensors' names, after the name of the module
+    options: frozenset[str] = frozenset()  # the options that are read or change nothing
+    # options that have a translation with some of their values
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    written: bool = True
-    note: str = ""
+    written: bool = True  # whether such a delta is written
+    note: str = ""  # what differs from PEFT, for the documentation
 
 
 _CPT = frozenset({

@@ -78,36 +78,24 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parameters of new deltas belong.
+    """Where the parameters of new deltas belong."""
 
-    Attributes:
-        default: The device of the base model, or of its first parameter where it has several.
-        dtype: Their type.
-        devices: Where the base model has several devices, the device of each of its parameters by name.
-    """
-
-    default: torch.device
-    dtype: torch.dtype
+    default: torch.device  # the device of the base model, or of its first parameter where it has several
+    dtype: torch.dtype  # their type
+    # where the base model has several devices, the device of each of its parameters by name
     devices: tuple[tuple[str, torch.device], ...] = ()
 
 
 @dataclass(frozen=True)
 class PickledDeltas:
-    """What a pickle of a model with deltas holds beside the base model.
+    """What a pickle of a model with deltas holds beside the base model."""
 
-    Attributes:
-        handle_class: The class of the handle.
-        anatomy: The model's anatomy.
-        deltas: The deltas by name, none of them in the model.
-        requires_grad: Which of the base's parameters were trainable before the first delta was attached, by name.
-        in_use: What is in use.
-    """
-
-    handle_class: Callable[[PreTrainedModel, Anatomy], Any]
-    anatomy: Anatomy
-    deltas: dict[str, Delta]
+    handle_class: Callable[[PreTrainedModel, Anatomy], Any]  # the class of the handle
+    anatomy: Anatomy  # the model's anatomy
+    deltas: dict[str, Delta]  # the deltas by name, none of them in the model
+    # which of the base's parameters were trainable before the first delta was attached, by name
     requires_grad: dict[str, bool]
-    in_use: Use
+    in_use: Use  # what is in use
 
     def attach_to(self, model: PreTrainedModel) -> None:
         """Attach the deltas to the model of the pickle.
@@ -191,28 +179,25 @@ class Attached:
 
     Attributes:
         handle: The sub-module of the model that holds the deltas, a `Tuned`.
-        live_model: The model; None after everything was detached.
         deltas: The attached deltas by name.
-        state: Where tensors are, and which of them train.
-        passes: The forward passes of the model.
-        hooks: The installed hooks.
-        base_labels: The labels of the base model, whatever delta is in use.
     """
 
     def __init__(
         self, handle: nn.Module, model: PreTrainedModel, anatomy: Anatomy, deltas: nn.ModuleDict, base: nn.ParameterDict
     ) -> None:
         self.handle, self.anatomy, self.deltas = handle, anatomy, deltas
-        self.live_model: PreTrainedModel | None = model
+        self.live_model: PreTrainedModel | None = model  # the model; None after everything was detached
+        # the labels of the base model, whatever delta is in use
         self.base_labels = HeadLabels.from_config(model.config)
         self.base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
         self._fixed: tuple[Placement, CallOrder] | None = None  # where new deltas belong, and what a pass calls
         self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
-        self.state = ModelState(model, deltas, base)
+        self.state = ModelState(model, deltas, base)  # where tensors are, and which of them train
+        # the forward passes of the model
         self.passes = PassManager(model, anatomy, self.state, RowAssignment([], None, self.base_labels))
         self.passes.attention_configs = [(config, attention_implementation(config)) for config in all_configs(model)]
-        self.hooks = InstalledHooks(self.passes)
+        self.hooks = InstalledHooks(self.passes)  # the installed hooks
 
     @property
     def model(self) -> PreTrainedModel:

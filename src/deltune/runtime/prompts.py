@@ -33,29 +33,17 @@ Prompts = list[tuple[DeltaRows, list[Edit]]]
 
 @dataclass
 class PromptPass:
-    """The prompts put before the tokens in one pass, by which positions are shifted and outputs cut.
+    """The prompts put before the tokens in one pass, by which positions are shifted and outputs cut."""
 
-    Attributes:
-        identity: Which rows of the batch have which prompts.
-        length: The length of the longest prompt.
-        is_present: Which of the rows before the tokens belong to a prompt, (B, l), or None if all do.
-        shifts: Whether the rows take up positions, so that positions of the text are shifted.
-        added: The number of rows before the tokens: the length of the longest prompt, or 0 after the first step.
-        before: The number of tokens in the cache.
-        tokens: The number of new tokens.
-        cache: The cache that the caller gave, or None.
-        order: For each position what it holds, where rows and tokens were reordered.
-    """
-
-    identity: Identity
-    length: int
-    is_present: torch.Tensor | None
-    shifts: bool
-    added: int
-    before: int
-    tokens: int
-    cache: Any
-    order: torch.Tensor | None = None
+    identity: Identity  # which rows of the batch have which prompts
+    length: int  # the length of the longest prompt
+    is_present: torch.Tensor | None  # which of the rows before the tokens belong to a prompt, (B, l), or None if all do
+    shifts: bool  # whether the rows take up positions, so that positions of the text are shifted
+    added: int  # the number of rows before the tokens: the length of the longest prompt, or 0 after the first step
+    before: int  # the number of tokens in the cache
+    tokens: int  # the number of new tokens
+    cache: Any  # the cache that the caller gave, or None
+    order: torch.Tensor | None = None  # for each position what it holds, where rows and tokens were reordered
 
     @property
     def total(self) -> int:

@@ -55,18 +55,12 @@ Names = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Use:
-    """What `use` and `rows` were told.
+    """What `use` and `rows` were told."""
 
-    Attributes:
-        names: What all rows use.
-        rows: What each row uses inside `rows()`; otherwise empty.
-        train: Which deltas train; None for all.
-        head: The delta whose head answers where several act together; None where one alone has a head that trains.
-    """
-
-    names: Names = None
-    rows: tuple[Names, ...] = ()
-    train: tuple[str, ...] | None = None
+    names: Names = None  # what all rows use
+    rows: tuple[Names, ...] = ()  # what each row uses inside `rows()`; otherwise empty
+    train: tuple[str, ...] | None = None  # which deltas train; None for all
+    # the delta whose head answers where several act together; None where one alone has a head that trains
     head: str | None = None
 
     @property
@@ -95,19 +89,13 @@ def checked_names(names: object, where: str) -> Names:
 
 @dataclass(frozen=True)
 class FusedEdits:
-    """Edits of the parts of a fused projection, whose output is split and concatenated once for all of them.
+    """Edits of the parts of a fused projection, whose output is split and concatenated once for all of them."""
 
-    Attributes:
-        groups: The number of equal blocks of the output.
-        ends: Where the parts of a block end, except for the last.
-        edits: The edits of each part, with the part's number.
-        multiplying: Whether all edits only scale. They are then applied to a vector of ones, and the output is
-            multiplied by the result.
-    """
-
-    groups: int
-    ends: tuple[int, ...]
-    edits: tuple[tuple[int, tuple[Edit, ...]], ...]
+    groups: int  # the number of equal blocks of the output
+    ends: tuple[int, ...]  # where the parts of a block end, except for the last
+    edits: tuple[tuple[int, tuple[Edit, ...]], ...]  # the edits of each part, with the part's number
+    # whether all edits only scale. They are then applied to a vector of ones, and the output is multiplied by the
+    # result.
     multiplying: bool
 
     @classmethod
@@ -279,22 +267,12 @@ class RowAssignment:
 
     Attributes:
         groups: The deltas in use, each with its rows.
-        used: What `use` or `rows` was told.
-        placed_delta: The delta whose tensors must be in the model's own slots during a pass, or None for the base's.
+        placed_delta: The delta whose tensors must be in the model's own slots during a pass, or None for the
+            base's.
         labels: The labels of the logits.
-        inputs: For each module, by path, the edits of other modules that read its input.
-        writes: The edits of a module's input or output, by path and side.
-        attention: The edits inside each attention, by path.
-        states: The edits that read all hidden states of a stack, by path of its container.
-        prompts: The prompts of each group.
         prompt_identity: Tells a cache that holds the rows of these prompts from others.
-        pooled: The groups whose head reads something else than the class's pooler gives.
-        shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
-        tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
-        prefixes: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
-        positions: What chooses the tokens of edits that do not act at all of them.
-        explicit_positions: Whether the caller gives positions and a mask of all columns of the cache, whose number then
-            says nothing about positions.
+        explicit_positions: Whether the caller gives positions and a mask of all columns of the cache, whose number
+            then says nothing about positions.
     """
 
     def __init__(
@@ -307,12 +285,16 @@ class RowAssignment:
     ) -> None:
         self.explicit_positions, left_out = left_out is not None, left_out or ()
         self.groups, self.placed_delta, self.labels = list(groups), placed_delta, labels
-        self.used = Use()
+        self.used = Use()  # what `use` or `rows` was told
         self.no_common_loss = self.unequal_labels = False
+        # the prefixes of all rows, by path of the attention, where no tensor changes; else None
         self.prefixes: dict[str, Any] | None = None
+        # for each module, by path, the edits of other modules that read its input
         self.inputs: dict[str, list[tuple[Edit, DeltaRows]]] = {}
-        self.attention: dict[str, list[tuple[Edit, DeltaRows]]] = {}
+        self.attention: dict[str, list[tuple[Edit, DeltaRows]]] = {}  # the edits inside each attention, by path
+        # the edits that read all hidden states of a stack, by path of its container
         self.states: dict[str, list[tuple[Edit, DeltaRows]]] = {}
+        # for each module, by path, how it runs with tensors of deltas instead of its own
         self.tensors: dict[str, TensorOverride] = {}
         written: dict[tuple[str, str], list[tuple[Edit, DeltaRows]]] = {}
         for edit, group in active_edits(self.groups):
@@ -328,15 +310,19 @@ class RowAssignment:
             elif target.side not in ("tokens", "weight"):
                 written.setdefault((target.path, target.side), []).append((edit, group))
         chosen = (edit.modification.positions for edit, _ in active_edits(self.groups) if edit not in left_out)
+        # what chooses the tokens of edits that do not act at all of them
         self.positions = tuple(dict.fromkeys(positions for positions in chosen if positions != ALL))
+        # the edits of a module's input or output, by path and side
         self.writes = {place: EditChain(edits, place, cache) for place, edits in written.items()}
         prompts = [
             (group, [e for e in group.all_edits() if e.place.target.side == "tokens" and e not in left_out])
             for group in self.groups
         ]
-        self.prompts = [(group, edits) for group, edits in prompts if edits]
+        self.prompts = [(group, edits) for group, edits in prompts if edits]  # the prompts of each group
         self.prompt_identity = identity_of(self.prompts)  # here, since torch.compile does not trace how they are named
+        # the groups whose head reads something else than the class's pooler gives
         self.pooled = [group for group in self.groups if group.pooling != "model"]
+        # by how much each group shifts the positions of a stack's tokens, by name of the stack
         self.shifts = _shifts(self.groups)
         if (
             not all_rows_alike(self.groups)
@@ -471,28 +457,21 @@ def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class DeltaFacts:
-    """What every assignment of rows needs to know of a delta.
+    """What every assignment of rows needs to know of a delta."""
 
-    Attributes:
-        shared: The tensors of the delta that all rows of a batch share.
-        not_by_row: The modules that it changes whose tensors do not have the rows of the batch as their first axis.
-        overrides: Its own values of the model's tensors, by the modules that hold them.
-    """
-
-    shared: tuple[str, ...]
+    shared: tuple[str, ...]  # the tensors of the delta that all rows of a batch share
+    # the modules that it changes whose tensors do not have the rows of the batch as their first axis
     not_by_row: tuple[str, ...]
-    overrides: dict[nn.Module, TensorGetters]
+    overrides: dict[nn.Module, TensorGetters]  # its own values of the model's tensors, by the modules that hold them
 
 
 class DeltaCache:
-    """Facts about a model and its deltas that every assignment of rows needs, each kept until its delta is detached.
-
-    Attributes:
-        stacks: The stacked tensors of the edits of deltas that were in a batch together, for passes without gradients.
-    """
+    """Facts about a model and its deltas that every assignment of rows needs, each kept until its delta is detached."""
 
     def __init__(self, anatomy: Anatomy, state: ModelState) -> None:
         self.anatomy, self.state = anatomy, state
+        # the stacked tensors of the edits of deltas that were in a batch together, for passes without
+        # gradients
         self.stacks: dict[tuple[str, str], EditStack] = {}
         self._of: dict[Delta, DeltaFacts] = {}
 

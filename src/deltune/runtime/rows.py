@@ -66,24 +66,15 @@ def _made_once(made: Indices, size: int, device: torch.device, make: Callable[[]
 
 @dataclass(eq=False)
 class DeltaRows:
-    """Deltas that act together, mostly one, and the rows of the batch that use them.
+    """Deltas that act together, mostly one, and the rows of the batch that use them."""
 
-    Attributes:
-        deltas: The deltas, in the order in which they act.
-        rows: The numbers of the rows, or None for all rows.
-        batch_size: The number of rows of the batch; 0 where all rows use the deltas.
-        overrides: Where only some rows use the deltas, or several act together, their own values of the parameters of
-            modules.
-        frozen: Those of the deltas that do not train.
-        pooling: What the head reads.
-    """
-
-    deltas: tuple[Delta, ...]
-    rows: tuple[int, ...] | None = None
-    batch_size: int = 0
+    deltas: tuple[Delta, ...]  # the deltas, in the order in which they act
+    rows: tuple[int, ...] | None = None  # the numbers of the rows, or None for all rows
+    batch_size: int = 0  # the number of rows of the batch; 0 where all rows use the deltas
+    # where only some rows use the deltas, or several act together, their own values of the parameters of modules
     overrides: Mapping[nn.Module, TensorGetters] = field(default_factory=dict)
-    frozen: frozenset[Delta] = frozenset()
-    pooling: Pooling = "model"
+    frozen: frozenset[Delta] = frozenset()  # those of the deltas that do not train
+    pooling: Pooling = "model"  # what the head reads
     _indices: Indices = field(default_factory=dict)
 
     @property

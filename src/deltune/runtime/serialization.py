@@ -262,19 +262,12 @@ def read_metadata(folder: str | Path) -> DeltaMetadata:
 
 @dataclass(frozen=True)
 class SavedDelta:
-    """A delta's folder before its tensors are read.
+    """A delta's folder before its tensors are read."""
 
-    Attributes:
-        where: The folder.
-        facts: The contents of delta.json.
-        tensors: The names, types and shapes in delta.safetensors, which agree with delta.json.
-        raw: The bytes of delta.safetensors, where it is small; a long file is read in parts.
-    """
-
-    where: Path
-    facts: DeltaMetadata
-    tensors: dict[str, TensorInfo]
-    raw: bytes | None
+    where: Path  # the folder
+    facts: DeltaMetadata  # the contents of delta.json
+    tensors: dict[str, TensorInfo]  # the names, types and shapes in delta.safetensors, which agree with delta.json
+    raw: bytes | None  # the bytes of delta.safetensors, where it is small; a long file is read in parts
 
     def numbers(self) -> dict[str, torch.Tensor]:
         """Read the tensors."""
