@@ -222,7 +222,7 @@ NamedTensors = Mapping[str, torch.Tensor]
 class ForeignFolder:
     """The content of a folder of another library."""
 
-    where: Path  # the folder
+    where: Path
     options: dict[str, Any]  # the adapter's options
     tensors: dict[str, torch.Tensor]  # the adapter's tensors, by their names there
     head_options: dict[str, Any] = field(default_factory=dict)  # the options of a head that was saved apart
@@ -233,7 +233,7 @@ class ForeignFolder:
 class Translation:
     """A folder of another library in our terms."""
 
-    method: Method  # the method
+    method: Method
     tensors: dict[str, torch.Tensor]  # its tensors, by their names in our files
     head: dict[str, torch.Tensor] = field(default_factory=dict)  # the tensors of the head, by their names in the model
     labels: tuple[str, ...] = ()  # the names of the head's labels, in order
@@ -244,7 +244,7 @@ class PlacedTensors:
     """One modification at one place with its tensors."""
 
     modification: Modification  # the modification, without a choice of layers, stack or attention
-    place: Location  # the place
+    place: Location
     tensors: NamedTensors  # the tensors of its form and composition, by name
 
 
@@ -253,7 +253,7 @@ class ExportedDelta:
     """A delta that is to be written for another library."""
 
     anatomy: Anatomy  # the model's anatomy
-    edits: tuple[ResolvedEdit, ...]  # its edits
+    edits: tuple[ResolvedEdit, ...]
     full_tensors: Mapping[str, NamedTensors]  # the full tensors of each edit, by the edit's key
     in_place: NamedTensors  # the parameters that are tuned in place, by name
     head: NamedTensors  # the parameters of the head, by name

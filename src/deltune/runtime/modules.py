@@ -250,7 +250,7 @@ class ModulePlace:
 
 @dataclass(frozen=True, eq=False)
 class BasePlace:
-    """The base model's own projection at an edit, outside of a pass; see `Place`. Tensors are read when they are used."""
+    """The base model's own projection at an edit, outside of a pass; see `Place`. Tensors are read when used."""
 
     location: Location  # where the edit is
     read_weight: Callable[[], torch.Tensor]  # returns the weight of the module in floating point

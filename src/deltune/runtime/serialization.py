@@ -264,7 +264,7 @@ def read_metadata(folder: str | Path) -> DeltaMetadata:
 class SavedDelta:
     """A delta's folder before its tensors are read."""
 
-    where: Path  # the folder
+    where: Path
     facts: DeltaMetadata  # the contents of delta.json
     tensors: dict[str, TensorInfo]  # the names, types and shapes in delta.safetensors, which agree with delta.json
     raw: bytes | None  # the bytes of delta.safetensors, where it is small; a long file is read in parts
