@@ -108,12 +108,8 @@ class _OneIndexAsSlice(TorchFunctionMode):
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             lists = [i for i in args[1] if isinstance(i, list | torch.Tensor)]
             if len(lists) == 1 and isinstance(lists[0], list) and [type(i) for i in lists[0]] == [int]:
-                args = (args[0], tuple(_slice_of(i) if isinstance(i, list) else i for i in args[1]))
+                args = (args[0], tuple(slice(i[0], i[0] + 1 or None) if isinstance(i, list) else i for i in args[1]))
         return func(*args, **(kwargs or {}))
-
-
-def _slice_of(index: list[int]) -> slice:
-    return slice(index[0], index[0] + 1 or None)
 
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm"}

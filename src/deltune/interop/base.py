@@ -396,7 +396,8 @@ def method_from_pieces(
     for make in candidates:
         try:
             method = make()
-            if _locations_of(anatomy, method) == required:
+            edits = resolve(anatomy, method, lambda: 0).edits
+            if {(without_scope(edit.modification), edit.place.name) for edit in edits} == required:
                 return method
         except DeltuneError:
             continue
@@ -434,10 +435,6 @@ def _scoped_candidates(anatomy: Anatomy, modification: Modification, names: set[
             for index in sorted({int(n.split(".")[1]) for n in names if n.split(".")[1].isdigit()}):
                 for kind in kinds:
                     yield replace(modification, stack=stack, attention=kind, layers=(index,))
-
-
-def _locations_of(anatomy: Anatomy, method: Method) -> set[tuple[Modification, str]]:
-    return {(without_scope(e.modification), e.place.name) for e in resolve(anatomy, method, lambda: 0).edits}
 
 
 def tensors_by_file_name(anatomy: Anatomy, method: Method, pieces: Sequence[PlacedTensors]) -> dict[str, torch.Tensor]:

@@ -75,7 +75,7 @@ def read_peft(
     _separate_biases(unused, options, base_value)
     row = row_of(options)
     is_leaf = row.is_leaf if row else OTHERS[kind].leaves.__contains__
-    numbers = [n for n, t in folder.tensors.items() if not t.is_floating_point() and not _endings_match(n, is_leaf)]
+    numbers = [n for n, t in folder.tensors.items() if not t.is_floating_point() and not any(map(is_leaf, _endings(n)))]
     if numbers:
         raise error_from_problems(
             str(folder.where), [f"tensor {name} is not of floating-point numbers" for name in numbers]
@@ -127,10 +127,6 @@ def _separate_biases(
         base = base_value(unused.anatomy.tensor(whole).name)
         if base.shape == unused.tensors[name].shape and not base.is_meta:
             unused.tensors[name] = unused.tensors[name].to(base) - base
-
-
-def _endings_match(name: str, is_leaf: Callable[[str], bool]) -> bool:
-    return any(is_leaf(ending) for ending in _endings(name))
 
 
 def _changed_modules(

@@ -213,16 +213,8 @@ def _both_scales(options: Options) -> dict[str, Any]:
     return {"scales": both[0]}
 
 
-def _glora_bias(options: Options) -> dict[str, Any]:
-    return {"bias": _option(options, "config_D_E")}
-
-
 def _gamma(widths: Widths) -> str:
     return "gamma_in" if widths.in_width <= widths.out_width else "gamma_out"
-
-
-def _values_of_energies(tensors: Values, options: Options, widths: Widths) -> Values:
-    return {"down": tensors["down"] * tensors["energies"], "up": tensors["up"]}
 
 
 def _mean_of_pvera(tensors: Values, options: Options, widths: Widths) -> Values:
@@ -362,7 +354,8 @@ ROWS = (
         note="with `lora_bias` also `beft`, which is read alone; heads and whole modules in `modules_to_save`",
         reads=("use_rslora",), lookup={"down": "lora_embedding_A", "up": "lora_embedding_B"}, beside=(_LORA_BIAS,)),
     Row("ADALORA", library.lora, _LORA, {"down": "lora_A", "energies": "lora_E", "up": "lora_B"},
-        sizes=lambda t: {"r": len(t["down"])}, to_ours=_values_of_energies,
+        sizes=lambda t: {"r": len(t["down"])},
+        to_ours=lambda t, o, w: {"down": t["down"] * t["energies"], "up": t["up"]},
         reads=("lora_alpha", "init_r", "rank_pattern"), written=False,
         read=lambda o: {"scale": o["lora_alpha"] / (o["init_r"] + 1e-5)},
         note="as a folder, with the ranks that were kept"),
@@ -393,7 +386,8 @@ ROWS = (
     Row("GLORA", library.glora, _LORA,
         {f"{x}_{side}": f"glora_{x.upper()}.{leaf}" for x in "abc" for side, leaf in (("up", "Xd"), ("down", "Xu"))}
         | {x: f"glora_{x.upper()}.X" for x in "de"}, zeros=tuple(f"glora_{x}.zeros" for x in "CDE"),
-        only={"config_A_B": ("lora",), "config_C": ("lora",)}, read=_glora_bias, reads=("config_D_E",),
+        only={"config_A_B": ("lora",), "config_C": ("lora",)}, reads=("config_D_E",),
+        read=lambda o: {"bias": _option(o, "config_D_E")},
         write=lambda form: {"config_D_E": form.bias, "config_A_B": "lora", "config_C": "lora"}),
     Row("GRALORA", library.gralora, {"rank": "r", "blocks": "gralora_k"}, {"down": "gralora_A", "up": "gralora_B"},
         "alpha", ranks=("hybrid_r",), note="with `hybrid_r` also `lora`, which is read alone", beside=(_HYBRID,)),

@@ -112,7 +112,8 @@ class PromptHook:
         length, identity = _longest(prompts), self.passes.assignment().prompt_identity
         cache = self_attention_cache(arguments.get("past_key_values"))
         columns = counted_columns(cache, identity, length)
-        is_present, shifts = _presence(prompts, batch, embeds.device), _shifts_positions(prompts)
+        is_present = _presence(prompts, batch, embeds.device)
+        shifts = all(prompt_form(edit).positions == "shift" for _, edits in prompts for edit in edits)
         added, before = (0, columns - length) if columns else (length, 0)
         prompt_pass = PromptPass(identity, length, is_present, shifts, added, before, tokens, cache)
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
@@ -345,10 +346,6 @@ def check_takes_prompts(model: PreTrainedModel, anatomy: Anatomy) -> None:
 def _longest(prompts: Prompts) -> int:
     """The length of the longest prompt."""
     return max([0, *(sum(prompt_form(edit).length for edit in edits) for _, edits in prompts)])
-
-
-def _shifts_positions(prompts: Prompts) -> bool:
-    return all(prompt_form(edit).positions == "shift" for _, edits in prompts for edit in edits)
 
 
 def _presence(prompts: Prompts, size: int, device: torch.device) -> torch.Tensor | None:

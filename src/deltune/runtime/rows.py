@@ -340,7 +340,8 @@ class ModuleByRow:
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the output of all rows; where deltas have heads of other numbers of labels, padded to the widest."""
         width = max(part.shape[-1] for part in parts)
-        padded = torch.cat([_pad_logits(part, width) for part in parts])
+        pad = partial(nn.functional.pad, value=-torch.inf)
+        padded = torch.cat([pad(part, (0, width - part.shape[-1])) for part in parts])
         size, device = len(padded), padded.device
 
         def make_order() -> torch.Tensor:
@@ -446,8 +447,3 @@ def may_change_views(groups: Sequence[DeltaRows], whole: torch.Tensor) -> bool:
     if whole.numel() < MANY_NUMBERS * len(groups) or torch.is_autocast_enabled(whole.device.type):
         return False
     return all(group.selects_view for group in groups)
-
-
-def _pad_logits(logits: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad logits to `width` labels with -inf."""
-    return nn.functional.pad(logits, (0, width - logits.shape[-1]), value=-torch.inf)

@@ -364,12 +364,16 @@ def row_task(job: Job, loaded: LoadedDelta) -> int:
 
 
 class Stream:
-    """The tokens of an answer as they come."""
+    """The tokens of an answer as they come.
+
+    Attributes:
+        answer: The whole answer, after the last token.
+    """
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[TokenChoice | None] = queue.SimpleQueue()
         self._job: Job | None = None
-        self.answer: Answer | None = None  # the whole answer, after the last token
+        self.answer: Answer | None = None
 
     def put(self, item: TokenChoice) -> None:
         """Add a token; the engine calls this."""

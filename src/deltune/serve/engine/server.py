@@ -331,22 +331,23 @@ class Server:
         elif encoding.exception() is None:
             encoding.result().future.cancel()
 
+    def _check_open(self) -> None:
+        if self._closing:
+            raise EngineClosed("the server is closing and takes no new requests")
+
     def _reserve(self, tenant: str) -> None:
         """Count a request of a tenant as one that waits, unless too many wait or the server is closing."""
         with self._lock:
-            if self._closing:
-                raise EngineClosed("the server is closing and takes no new requests")
+            self._check_open()
             self._admission.enter(tenant)
 
     def _submit_reserved(self, request: Request, listener: Listener | None, arrived: float) -> Job:
         """Make a request that was counted a job, and hand it to the engine's thread."""
         try:
-            if self._closing:
-                raise EngineClosed("the server is closing and takes no new requests")
+            self._check_open()
             job = self._job(request, listener, arrived)
             with self._wake:
-                if self._closing:
-                    raise EngineClosed("the server is closing and takes no new requests")
+                self._check_open()
                 self._jobs.add(job)
                 self._inbox.append(job)
                 self._wake.notify_all()
