@@ -40,10 +40,11 @@ def pass_overhead(device: torch.device) -> int:
     return PASS_OVERHEAD.get(device.type, PASS_OVERHEAD["cuda"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaneContext:
-    """Functions and counters that all lanes of an engine share."""
+    """Limits, functions and counters that all lanes of an engine share."""
 
+    limits: BatchLimits  # how large batches are
     share: FairShare  # the counters of the tenants
     start: Callable[[Job], None]  # is called with requests whose first batch begins
     finish: Callable[[Job, Answer | BaseException], None]  # is called once for each request, with its answer or error
@@ -52,10 +53,9 @@ class LaneContext:
 class EncodingLane:
     """Requests that may share a pass of an encoder."""
 
-    def __init__(
-        self, backbone: Backbone, task: str, side: Side | None, limits: BatchLimits, context: LaneContext
-    ) -> None:
-        self.backbone, self.task, self.side, self.limits, self.context = backbone, task, side, limits, context
+    def __init__(self, backbone: Backbone, task: str, side: Side | None, context: LaneContext) -> None:
+        self.backbone, self.task, self.side = backbone, task, side
+        self.limits, self.context = context.limits, context
         self.queue: FairQueue[Job] = FairQueue(context.share)
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
         self.overhead = pass_overhead(backbone.device)

@@ -41,7 +41,7 @@ def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
         problems.append(f"top_k={sampling.top_k} is not a whole number from 0")
     if sampling.logprobs is not None and not (_is_whole(sampling.logprobs) and 0 <= sampling.logprobs <= most):
         problems.append(f"logprobs={sampling.logprobs!r} is not a whole number from 0 to {most}")
-    if not isinstance(sampling.shorten, bool):
+    if not _is_boolean(sampling.shorten):
         problems.append(f"shorten={sampling.shorten!r} is not True or False")
     if sampling.seed is not None and not _is_whole(sampling.seed):
         problems.append(f"seed={sampling.seed!r} is not a whole number")
@@ -57,6 +57,10 @@ def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_boolean(value: object) -> bool:
+    return isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
