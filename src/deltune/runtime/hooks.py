@@ -36,7 +36,7 @@ from .forward_pass import current_pass, remember_for_backward
 from .linear import LinearForward, linear_forward
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .modules import Delta, Edit, ModuleCall, ModulePlace
-from .pass_manager import PassManager
+from .pass_manager import ModuleHook, PassManager
 from .pooling import PoolingHook
 from .prompts import PositionHook, PromptHook
 from .row_assignment import RowAssignment, name_arguments, owning_modules, parameter_names
@@ -170,16 +170,6 @@ def runs_class_forward(module: nn.Module) -> bool:
     return forward is None or isinstance(forward, ForwardOverride | LinearForward)
 
 
-class ModuleHook:
-    """A hook of torch at one module."""
-
-    def __init__(self, passes: PassManager, path: str) -> None:
-        self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
-
-    def remove(self) -> None:
-        remove_hooks(self.module, self)
-
-
 class InputHook(ModuleHook):
     """Applies the edits that read or change the input of a module."""
 
@@ -272,20 +262,18 @@ class AttentionHook(ModuleHook):
         self.module.__dict__.pop(HOOK_ATTRIBUTE, None)
 
 
-class HiddenStatesHook:
+class HiddenStatesHook(ModuleHook):
     """Applies the edits that read all hidden states of a stack and change the last, at the module around its layers."""
 
     def __init__(self, passes: PassManager, path: str) -> None:
-        self.passes, self.path = passes, path
-        anatomy = passes.anatomy
-        stack = next(s for s in anatomy.stacks if s.container == path)
-        self.container = passes.model.get_submodule(path)
-        layers = [layer for layer in anatomy.layers if layer.stack == stack.name]
-        self.layers = [passes.model.get_submodule(layer.path) for layer in layers]
+        super().__init__(passes, path)
+        stack = next(s for s in passes.anatomy.stacks if s.container == path)
+        layers = [layer for layer in passes.anatomy.layers if layer.stack == stack.name]
+        self.others = self.layers = [passes.model.get_submodule(layer.path) for layer in layers]
 
     def install(self) -> None:
-        self.container.register_forward_pre_hook(self.open)
-        self.container.register_forward_hook(self.close)
+        self.module.register_forward_pre_hook(self.open)
+        self.module.register_forward_hook(self.close)
         for layer in self.layers:
             layer.register_forward_pre_hook(self.collect, with_kwargs=True)
 
@@ -311,10 +299,6 @@ class HiddenStatesHook:
             at = ModulePlace(ModuleCall(module, module.forward, None), edit.place, edit.training)
             last = group.replace(last, edit.compose(whole[-1], edit.form(edit.tensors(), whole, at)))
         return _with_replaced(output, before, last)
-
-    def remove(self) -> None:
-        for module in (self.container, *self.layers):
-            remove_hooks(module, self)
 
 
 def _with_replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:

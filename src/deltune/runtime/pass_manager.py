@@ -17,11 +17,12 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .._context import descends_from_import
 from ..anatomy.types import Anatomy
-from ..compat import attention_implementation, backward_id, set_attention_implementation
+from ..compat import attention_implementation, backward_id, remove_hooks, set_attention_implementation
 from ..errors import DeltuneError
 from .attention import PREFIX, prefix_implementation
 from .forward_pass import ForwardPass, PassLock, current_pass, innermost_pass, recomputation, run_in_pass
@@ -596,6 +597,20 @@ class PassManager:
             raise DeltuneError(
                 f"{operation}: another thread or task is inside rows() or disable(), which must be left first"
             )
+
+
+class ModuleHook:
+    """Hooks of torch at one module of the model, and at others that belong to it."""
+
+    others: Sequence[nn.Module | None] = ()
+
+    def __init__(self, passes: PassManager, path: str) -> None:
+        self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for module in (self.module, *self.others):
+            remove_hooks(module, self)
 
 
 _PASS_MANAGERS: weakref.WeakValueDictionary[int, PassManager] = weakref.WeakValueDictionary()

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..anatomy.types import Anatomy
-from ..compat import parameters_of, remove_hooks
+from ..compat import parameters_of
 from ..errors import DeltuneError
 from .cached_prompts import Identity, counted_columns, enter_stack, leave_stack, self_attention_cache
 from .modules import Edit
-from .pass_manager import PassManager
+from .pass_manager import ModuleHook, PassManager
 from .row_assignment import name_arguments, parameter_names, prompt_form
 from .rows import DeltaRows, forward_with, stack_by_row
 
@@ -51,7 +51,7 @@ class PromptPass:
         return self.added + self.tokens
 
 
-class PromptHook:
+class PromptHook(ModuleHook):
     """Applies the prompts in use at the first stack of a model.
 
     Every row of a batch has as many rows before its tokens as the longest prompt has; those that its own prompt lacks
@@ -60,16 +60,15 @@ class PromptHook:
     """
 
     def __init__(self, passes: PassManager, path: str) -> None:
+        super().__init__(passes, path)
         model, anatomy = passes.model, passes.anatomy
         stack = anatomy.stacks[0]
-        self.passes = passes
         self.causal = stack.causal
         self.words = model.get_submodule(stack.words or "")
         self.positions = model.get_submodule(stack.positions) if stack.positions else None
         # families count the places of a row, with padding at its left, or what its mask shows
         self.counts_shown = self.positions is not None and "attention_mask" in parameter_names(self.positions)
-        self.entry = model.get_submodule(path)
-        self.arguments = parameter_names(self.entry)
+        self.arguments = parameter_names(self.module)
         self.numbered = "position_ids" in self.arguments
         self.decoder: nn.Module | None = None
         self.exits: list[nn.Module] = []
@@ -78,9 +77,10 @@ class PromptHook:
             self.decoder_arguments = parameter_names(self.decoder)
         else:  # inside first: a pooler may follow
             self.exits = [model.get_submodule(path) for path in dict.fromkeys((stack.container, stack.entry))]
+        self.others = (self.positions, self.decoder, *self.exits)
 
     def install(self) -> None:
-        self.entry.register_forward_pre_hook(self.before, with_kwargs=True)
+        self.module.register_forward_pre_hook(self.before, with_kwargs=True)
         if self.positions is not None:
             self.positions.register_forward_pre_hook(self.before_positions, with_kwargs=True)
             self.positions.register_forward_hook(self.after_positions)
@@ -88,11 +88,6 @@ class PromptHook:
             self.decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True)
         for module in self.exits:
             module.register_forward_hook(self.after_stack)
-
-    def remove(self) -> None:
-        """Take the hook off its modules."""
-        for module in (self.entry, self.positions, self.decoder, *self.exits):
-            remove_hooks(module, self)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace token ids by embeddings with the rows in front, and lengthen masks and positions."""
@@ -175,7 +170,7 @@ class PromptHook:
         if is_present is not None:
             _refuse_mask("where rows have different prompts it needs a mask (B, n), not one prepared for each query")
         if slides or any(getattr(layer, "is_sliding", False) for layer in layers):
-            window = _window(self.entry)
+            window = _window(self.module)
             if fixed or length + text > window:
                 _refuse_mask(
                     "a mask that was prepared for sliding windows does not know its rows"
@@ -300,7 +295,7 @@ class PromptHook:
     def after_stack(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Remove the rows from the outputs."""
         prompt_pass = self.passes.current_pass().prompt
-        if prompt_pass is not None and module is self.entry:
+        if prompt_pass is not None and module is self.module:
             caches = [prompt_pass.cache, *(output if isinstance(output, tuple) else output.values())]
             cache = next((self_attention_cache(one) for one in caches if hasattr(one, "get_seq_length")), None)
             leave_stack(cache, prompt_pass.identity, prompt_pass.length)
@@ -461,7 +456,7 @@ def _lengthen_cache(cache: Any, length: int) -> None:
             layer.is_initialized = False  # the first write allocates it again, with the new length
 
 
-class PositionHook:
+class PositionHook(ModuleHook):
     """Shifts the positions of one stack's tokens by the length of the prefixes in use.
 
     If the model has a position table, the table is read from a later row on, however the family counts positions;
@@ -469,14 +464,14 @@ class PositionHook:
     """
 
     def __init__(self, passes: PassManager, path: str) -> None:
+        super().__init__(passes, path)
         stack = next(s for s in passes.anatomy.stacks if s.entry == path)
-        self.passes, self.stack = passes, stack.name
+        self.stack, self.arguments = stack.name, parameter_names(self.module)
         self.table = passes.model.get_submodule(stack.positions) if stack.positions else None
-        self.entry = passes.model.get_submodule(path)
-        self.arguments = parameter_names(self.entry)
+        self.others = (self.table,)
 
     def install(self) -> None:
-        self.entry.register_forward_pre_hook(self.before, with_kwargs=True)
+        self.module.register_forward_pre_hook(self.before, with_kwargs=True)
         if self.table is not None:
             # first, as a prompt's hook may put its rows before what is looked up
             self.table.register_forward_hook(self.looked_up, with_kwargs=True, prepend=True)
@@ -528,11 +523,6 @@ class PositionHook:
                 f"with shift_positions, {tokens} tokens and a prefix of {longest} take {tokens + longest} positions, "
                 f"and this model has {rows}; shorten the text or the prefix, or leave shift_positions out"
             )
-
-    def remove(self) -> None:
-        """Take the hook off its modules."""
-        for module in (self.entry, self.table):
-            remove_hooks(module, self)
 
 
 def position_count(table: nn.Module) -> int:
