@@ -24,18 +24,7 @@ from .row_assignment import RowAssignment
 
 
 class ForwardPass:
-    """One forward pass: which delta each row uses, and what its hooks keep for each other.
-
-    Attributes:
-        owner: The `PassManager` of the model.
-        assignment: Which delta each row uses, fixed for the whole pass.
-        scope: The `rows()` or `disable()` that the pass began in, or None. The pass keeps its assignment also when
-            that scope is left elsewhere in the meantime.
-        enclosing: The pass, of any model, inside of which it runs.
-        in_threads: Whether it runs its passes in other threads and waits for them.
-        moves_tensors: Whether it runs inside a pass of the same model that needs other tensors in the model.
-        turn: Its place in the order in which passes and changes came to the lock.
-    """
+    """One forward pass: which delta each row uses, and what its hooks keep for each other."""
 
     def __init__(
         self,
@@ -45,8 +34,15 @@ class ForwardPass:
         enclosing: ForwardPass | None = None,
         in_threads: bool = False,
     ) -> None:
-        self.owner, self.assignment, self.scope, self.enclosing = owner, assignment, scope, enclosing
-        self.in_threads, self.moves_tensors, self.turn = in_threads, False, 0
+        self.owner = owner  # the `PassManager` of the model
+        self.assignment = assignment  # which delta each row uses, fixed for the whole pass
+        # the `rows()` or `disable()` that the pass began in, or None. The pass keeps its assignment also when that
+        # scope is left elsewhere in the meantime.
+        self.scope = scope
+        self.enclosing = enclosing  # the pass, of any model, inside of which it runs
+        self.in_threads = in_threads  # whether it runs its passes in other threads and waits for them
+        self.moves_tensors = False  # whether it runs inside a pass of the same model that needs other tensors there
+        self.turn = 0  # its place in the order in which passes and changes came to the lock
         self.inputs: dict[Any, torch.Tensor] = {}  # the inputs of other modules, for the edits that use them as x
         self.prompt: Any = None  # what a prompt did at the entry of the stack, for its exit
         self.mask: torch.Tensor | None = None  # the attention mask of the text, for the pooling of a delta
