@@ -434,7 +434,7 @@ def _read_tokens(
         return [], {}
     values: dict[str, torch.Tensor] = {}
     for path, tokens in tables.items():
-        tensor = next(t for t in anatomy.tensors if f"{path}.weight" in (t.name, *t.aliases))
+        tensor = anatomy.tensor(f"{path}.weight")
         stems = [name.rpartition(".")[0] for name in (tensor.name, *tensor.aliases)]
         names = [f"{stem}.{part}trainable_tokens_delta" for stem in stems for part in ("", "token_adapter.")]
         saved = list(unused.take_all(names).values())

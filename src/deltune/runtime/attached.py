@@ -245,13 +245,12 @@ class Attached:
         if linear is None:
             return None
         module = self.model.get_submodule(linear.path)
-        names = {leaf: f"{linear.path}.{leaf}" for leaf in (getattr(linear, "leaf", "weight"), "bias")}
-        known = {n: t.name for t in self.anatomy.tensors for n in (t.name, *t.aliases) if n in names.values()}
-        weight, bias = (known.get(name) for name in names.values())
-        assert weight is not None
-        plain = bias is None or "bias" not in parameters_of(module)  # HQQ keeps it in an attribute
-        read_bias = partial(bias_of, module) if plain else partial(self.state.base_value, str(bias))
-        return BasePlace(location, partial(self.dense_value, weight), read_bias, statistic=statistic)
+        weight = self.anatomy.tensor(f"{linear.path}.{getattr(linear, 'leaf', 'weight')}")
+        bias = self.anatomy.find_tensor(f"{linear.path}.bias")
+        read_bias = partial(bias_of, module)  # HQQ keeps it in an attribute
+        if bias is not None and "bias" in parameters_of(module):
+            read_bias = partial(self.state.base_value, bias.name)
+        return BasePlace(location, partial(self.dense_value, weight.name), read_bias, statistic=statistic)
 
     def base_config(self) -> PreTrainedConfig:
         """Return a copy of the model's configuration with the base model's labels, whatever delta is in use."""

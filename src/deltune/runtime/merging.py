@@ -194,9 +194,8 @@ def _edits_in_order(deltas: Sequence[Delta]) -> list[Edit]:
 
 def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
     """Return the name of a parameter of an edit's module; "" if it has none, or a bias that cannot be changed."""
-    full_name = f"{edit.place.target.path}.{leaf}"
-    named = (t for t in anatomy.tensors if full_name in (t.name, *t.aliases) and (leaf == "weight" or not t.quantized))
-    return next((t.name for t in named), "")
+    tensor = anatomy.find_tensor(f"{edit.place.target.path}.{leaf}")
+    return "" if tensor is None or (leaf == "bias" and tensor.quantized) else tensor.name
 
 
 def _affine_change(edit: Edit, at: Place | None) -> Affine | str:
