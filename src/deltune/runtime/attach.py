@@ -404,12 +404,12 @@ def _freeze_without_gradients(attached: Attached, name: str) -> None:
         warnings.warn(f"delta {name!r} can be used but not trained here: {error}", stacklevel=4)
 
 
-def read_delta(attached: Attached, folder: Path, *, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
+def read_delta(attached: Attached, folder: Path) -> tuple[Delta, HeadLabels]:
     """Read a saved delta for a model without attaching it; other threads may use the model meanwhile."""
     with _default_modes():
         if _is_foreign_delta(folder):
-            return _read_foreign_delta(attached, folder, allow_nonfinite)
-        return _read_delta(attached, serialization.open_delta(folder), allow_nonfinite)
+            return _read_foreign_delta(attached, folder, allow_nonfinite=False)
+        return _read_delta(attached, serialization.open_delta(folder), allow_nonfinite=False)
 
 
 def check_base_of_delta(attached: Attached, base: BaseFacts, where: Path, allowed: str = "same") -> None:
