@@ -77,7 +77,6 @@ def residual_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _read_bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: UnusedTensors) -> ReadConfig:
-    """Read a bottleneck configuration."""
     parallel, before = bool(config.get("is_parallel")), bool(config.get("original_ln_before"))
     after = bool(config.get("original_ln_after", True))
     pieces: list[PlacedTensors] = []

@@ -76,7 +76,6 @@ class Row:
 
     @property
     def options(self) -> set[str]:
-        """The options that are read."""
         names = {*self.arguments.values(), *self.when, *self.only, self.alpha, *self.ranks, *self.reads}
         return names.union(self.patterns, *(row.options for row in self.beside)) - {""}
 

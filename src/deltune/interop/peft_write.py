@@ -39,7 +39,6 @@ _DOWN, _UP = (".lora_A.weight", ".lora_embedding_A"), (".lora_B.weight", ".lora_
 
 
 def write_peft(content: ExportedDelta) -> OptionsAndTensors:
-    """Return the options and tensors of a PEFT folder."""
     kinds: dict[str, None] = {}
     problems: dict[str, None] = {}
     for edit in content.edits:
@@ -279,7 +278,6 @@ def _problem_of_parts(
 
 
 def _options_of_edit(row: Row, edit: ResolvedEdit) -> dict[str, Any]:
-    """Return the options of one module."""
     form = edit.modification.form
     options = {option: getattr(form, name) for name, option in row.arguments.items() if hasattr(form, name)}
     options |= {**row.when, **row.write(form)}

@@ -163,7 +163,6 @@ class CacheablePrefix(NamedTuple):
 
     @property
     def edits(self) -> frozenset[Edit]:
-        """All of its edits."""
         return frozenset(edit for edits in self.layers for edit in edits)
 
     def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -159,7 +159,6 @@ class HeadLabels:
             model.num_labels = len(self.id2label)  # type: ignore[assignment]
 
     def write_to(self, config: Any) -> None:
-        """Write these labels into a configuration."""
         if HeadLabels.from_config(config) != self:
             config.id2label = dict(self.id2label)
             config.label2id = {label: index for index, label in self.id2label}
@@ -339,7 +338,6 @@ class Edit(TensorTable):
             self.keep_masked(dense)
 
     def set_initial_value(self, name: str, value: torch.Tensor) -> None:
-        """Set the initial value of one tensor."""
         sparse = self.sparse_parameters().get(name)
         if sparse is not None:
             sparse.initialize(value)

@@ -339,7 +339,6 @@ def check_takes_prompts(model: PreTrainedModel, anatomy: Anatomy) -> None:
 
 
 def _longest(prompts: Prompts) -> int:
-    """The length of the longest prompt."""
     return max([0, *(sum(prompt_form(edit).length for edit in edits) for _, edits in prompts)])
 
 

@@ -65,7 +65,6 @@ class Use:
 
     @property
     def deltas(self) -> frozenset[str]:
-        """The names of all deltas in use."""
         return frozenset(name for names in (self.names, *self.rows) for name in each_name(names))
 
 
@@ -483,7 +482,6 @@ class DeltaCache:
                 del self.stacks[place]
 
     def of(self, name: str) -> DeltaFacts:
-        """Return the facts about a delta."""
         delta, anatomy = self.state.delta(name), self.anatomy
         if delta not in self._of:
             names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}

@@ -79,7 +79,6 @@ class DeltaRows:
 
     @property
     def trained(self) -> list[Delta]:
-        """The deltas that train."""
         return [delta for delta in self.deltas if delta not in self.frozen]
 
     def all_edits(self) -> Iterator[Edit]:
@@ -114,7 +113,6 @@ class DeltaRows:
         return self.rows is not None and self.rows[-1] - self.rows[0] + 1 == len(self.rows)
 
     def select(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return these rows of a tensor."""
         if self.rows is None:
             return whole
         index = self.index(whole.shape[0], whole.device)
@@ -123,7 +121,6 @@ class DeltaRows:
         return whole.index_select(0, index)
 
     def replace(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with these rows replaced by `part`."""
         if self.rows is None:
             return part
         return whole.index_copy(0, self.index(whole.shape[0], whole.device), part)
@@ -174,7 +171,6 @@ def stack_by_row(
 
 
 def active_edits(groups: Sequence[DeltaRows]) -> list[tuple[Edit, DeltaRows]]:
-    """The edits of all groups, each with its group."""
     return [(edit, group) for group in groups for edit in group.all_edits()]
 
 

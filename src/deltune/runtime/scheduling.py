@@ -108,11 +108,9 @@ class ScheduleState(nn.Module):
 
     @torch.no_grad()
     def has_penalty(self) -> bool:
-        """Whether the schedule has a penalty."""
         return any(self.schedule.penalty(self.parameters_at(number)) is not None for number in range(len(self.edits)))
 
     def penalty_gradient(self, number: int, name: str) -> torch.Tensor:
-        """Return the gradient of the penalty for one parameter."""
         with torch.enable_grad():
             tensors = {n: p.detach().requires_grad_(n == name) for n, p in self.parameters_at(number).items()}
             penalty = self.schedule.penalty(tensors)

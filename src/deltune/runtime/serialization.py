@@ -240,7 +240,6 @@ def delta_folder(folder: str | Path) -> Path:
 
 
 def _no_folder(path: Path) -> DeltuneError:
-    """The error for a path that is not a folder."""
     shown = excerpt(str(path), MAX_NAME_LENGTH)
     if path.exists():
         return DeltuneError(
@@ -270,7 +269,6 @@ class SavedDelta:
     raw: bytes | None  # the bytes of delta.safetensors, where it is small; a long file is read in parts
 
     def numbers(self) -> dict[str, torch.Tensor]:
-        """Read the tensors."""
         path = self.where / NUMBERS
         digest = file_sha256(path) if self.raw is None else hashlib.sha256(self.raw).hexdigest()
         if digest != self.facts.sha256:
