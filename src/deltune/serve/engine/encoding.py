@@ -59,6 +59,7 @@ class EncodingLane:
         self.queue: FairQueue[Job] = FairQueue(context.share)
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
         self.overhead = pass_overhead(backbone.device)
+        self.options = {"use_cache": False} if "use_cache" in backbone.arguments else {}
         self.pad = 0 if tokenizer_pad is None else int(tokenizer_pad)
         self.speed = math.inf
         """Tokens a second, the overhead of a pass included; of the last passes, the later ones counting more."""
@@ -127,8 +128,7 @@ class EncodingLane:
         return [answer(job, outputs[row][begins[row] :]) for row, job in enumerate(jobs)]
 
     def _logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        options = {"use_cache": False} if "use_cache" in self.backbone.arguments else {}
-        logits: torch.Tensor = self.backbone.model(**inputs, **options).logits
+        logits: torch.Tensor = self.backbone.model(**inputs, **self.options).logits
         return logits.float().cpu()
 
     def _batch(self, jobs: Sequence[Job]) -> dict[str, torch.Tensor]:
@@ -155,8 +155,7 @@ class EncodingLane:
         if self.backbone.is_encoder_decoder:
             names = ("input_ids", "attention_mask")
             return model.get_encoder()(**{name: inputs[name] for name in names})[0].float().cpu()
-        options = {"use_cache": False} if "use_cache" in self.backbone.arguments else {}
-        return model.base_model(**inputs, **options)[0].float().cpu()
+        return model.base_model(**inputs, **self.options)[0].float().cpu()
 
     def _embedding(self, job: Job, states: torch.Tensor) -> Answer | BaseException:
         # the rows of a prompt stay before an encoder's outputs, which its decoder reads
