@@ -85,6 +85,7 @@ class Lifecycle:
         self.loads = self.evictions = 0
         self.load_seconds = 0.0
         self._arrivals: deque[Arrival] = deque()
+        self._may_take = False  # whether a place may be free for one of them
         self._loads: set[Future[DeltaInfo]] = set()  # of `load` and `refresh`, until they are done
         self._closing: DeltuneError | None = None  # why deltas are loaded for requests alone
         self._active: set[Entry] = set()  # those in memory and those that requests wait for, so that no step sees all
@@ -177,6 +178,7 @@ class Lifecycle:
             with self._wake:
                 self.load_seconds += time.perf_counter() - began
                 self._arrivals.append(arrival)
+                self._may_take = True
                 self._wake.notify_all()
 
         try:
@@ -242,8 +244,8 @@ class Lifecycle:
 
     @property
     def has_arrivals(self) -> bool:
-        """A delta was read that can be taken now."""
-        return any(self._place_for(arrival) is not False for arrival in self._arrivals)
+        """A delta was read, and something has changed since its place was looked for."""
+        return self._may_take and len(self._arrivals) > 0
 
     def _entry_of(self, arrival: Arrival) -> Entry:
         """The entry that an arrival is for: another call of `load` may have made one of its name meanwhile."""
@@ -254,20 +256,11 @@ class Lifecycle:
         current = entry.current
         return current is not None and current.version == prepared.facts.version and entry.state is not State.DRAINING
 
-    def _place_for(self, arrival: Arrival) -> bool | None:
-        """Whether there is, or can be made, a place for a delta in memory; None if it needs none."""
-        prepared, entry = arrival.prepared, self._entry_of(arrival)
-        if not isinstance(prepared, PreparedDelta) or arrival.given_up or self._is_served(prepared, entry):
-            return None
-        if self._has_room(prepared.bytes, entry) or self._victim(entry) is not None:
-            return True
-        return not all(loaded.users for loaded in self.retired)
-
     def take_arrivals(self) -> None:
         """Attach the deltas that were read and have a place, and go on with the requests that waited for them."""
         with self._wake:
-            arrivals, self._arrivals = self._arrivals, deque()
-        if any(self._place_for(arrival) for arrival in arrivals):
+            arrivals, self._arrivals, self._may_take = self._arrivals, deque(), False
+        if arrivals:
             self.drop_unneeded()
         left = [arrival for arrival in arrivals if not self._take(arrival)]
         with self._wake:
@@ -440,7 +433,7 @@ class Lifecycle:
     def release(self, loaded: LoadedDelta) -> None:
         """Note that one request less needs a version."""
         loaded.users -= 1
-        loaded.last_used = time.monotonic()
+        loaded.last_used, self._may_take = time.monotonic(), True
 
     def drop_unneeded(self) -> None:
         """Detach the versions that were replaced and that no request needs any more, and keep memory within bounds."""
