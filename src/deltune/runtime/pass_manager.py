@@ -242,31 +242,23 @@ def run_to_completion(change: Callable[[], T]) -> T:
 
 
 class PassManager:
-    """The forward passes of one tuned model. Hooks ask it which delta each row uses.
-
-    Attributes:
-        default_assignment: What passes outside `rows()` and `disable()` use.
-        kept_assignments: Assignments of passes without gradients, by the delta of each row and the edits that are left
-            out.
-        delta_cache: Facts about deltas that every assignment of rows needs.
-        vocabulary: The path of the projection to the vocabulary while some attached delta acts at it, else None.
-        compiled_pass: The pass of torch.compile.
-        any_scopes: Whether any scope is open, for torch.compile, which cannot call `open_scopes`.
-        any_in_event_loop: Whether one of them was entered in an event loop.
-    """
+    """The forward passes of one tuned model. Hooks ask it which delta each row uses."""
 
     def __init__(
         self, model: PreTrainedModel, anatomy: Anatomy, state: ModelState, default_assignment: RowAssignment
     ) -> None:
-        self.model, self.anatomy, self.state, self.default_assignment = model, anatomy, state, default_assignment
+        self.model, self.anatomy, self.state = model, anatomy, state
+        self.default_assignment = default_assignment  # what passes outside `rows()` and `disable()` use
         self.attention_configs: list[tuple[Any, str | None]] = []
         self.has_prefixes = False
+        # the path of the projection to the vocabulary while some attached delta acts at it
         self.vocabulary: str | None = None
         self.modules = AttachedModules(model)
         self._reset()
 
     def _reset(self) -> None:
-        self.compiled_pass = ForwardPass(self, self.default_assignment)
+        self.compiled_pass = ForwardPass(self, self.default_assignment)  # of torch.compile
+        # of passes without gradients, by the delta of each row and the edits that are left out
         self.kept_assignments: dict[tuple[tuple[str | None, ...], frozenset[Edit] | None], RowAssignment] = {}
         self.delta_cache = DeltaCache(self.anatomy, self.state)
         self._forget_threads(())
@@ -280,6 +272,7 @@ class PassManager:
 
     def _set_scopes(self, scopes: Sequence[Scope]) -> None:
         self._scopes = tuple(map(weakref.ref, scopes))  # replaced, not changed: threads read it without the mutex
+        # for torch.compile, which cannot call `open_scopes`
         self.any_scopes, self.any_in_event_loop = len(scopes) > 0, any(scope.in_event_loop for scope in scopes)
 
     def open_scopes(self) -> list[Scope]:

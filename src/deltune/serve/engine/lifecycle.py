@@ -54,14 +54,7 @@ class Arrival:
 
 
 class Lifecycle:
-    """Loads, replaces and drops deltas.
-
-    Attributes:
-        retired: Versions that another one has replaced, or nothing, and that are still attached.
-        loads: How many were attached since the start.
-        evictions: How many were dropped from memory since the start to make room.
-        load_seconds: The time spent reading and attaching since the start.
-    """
+    """Loads, replaces and drops deltas."""
 
     def __init__(
         self,
@@ -81,9 +74,10 @@ class Lifecycle:
         self._wake = wake  # of the engine's thread; its lock guards the catalog
         self._place, self._finish = place, finish
         self._before_detach = before_detach
+        # versions that another one has replaced, or nothing, and that are still attached
         self.retired: set[LoadedDelta] = set()
-        self.loads = self.evictions = 0
-        self.load_seconds = 0.0
+        self.loads = self.evictions = 0  # how many were attached since the start, and dropped to make room
+        self.load_seconds = 0.0  # the time spent reading and attaching since the start
         self._arrivals: deque[Arrival] = deque()
         self._may_take = False  # whether a place may be free for one of them
         self._loads: set[Future[DeltaInfo]] = set()  # of `load` and `refresh`, until they are done
