@@ -266,15 +266,6 @@ def changes_inputs(operation: Any) -> bool:
     return mutable
 
 
-@functools.cache
-def returns_new_tensors(operation: Any) -> bool:
-    """Whether by its schema an operation changes no argument and returns tensors of which none is a view of one."""
-    schema = operation._schema
-    return not schema.is_mutable and all(
-        str(returned.type) == "Tensor" and returned.alias_info is None for returned in schema.returns
-    )
-
-
 # -- transformers
 
 

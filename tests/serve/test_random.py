@@ -148,7 +148,9 @@ def test_no_answer_depends_on_others(
                     file = root / values[0] / "delta.safetensors"
                     numbers = bytearray((versions(of)[values[0], 0] / file.name).read_bytes())
                     numbers[-1] ^= 1
-                    file.write_bytes(numbers)
+                    spoiled = file.with_name("spoiled")
+                    spoiled.write_bytes(numbers)
+                    spoiled.replace(file)  # in one step, lest a read falls between two
                     with pytest.raises(DeltuneError):
                         server.load(values[0])
                 elif action == "fault":

@@ -32,16 +32,12 @@ from .types import (
 
 
 class PartReader:
-    """Reads parts of one model off its trace.
-
-    Attributes:
-        unobserved: What could not be observed, a sentence each.
-        paths: The path of each module.
-    """
+    """Reads parts of one model off its trace."""
 
     def __init__(self, model: PreTrainedModel, trace: Trace) -> None:
         self._model, self.trace = model, trace
-        self.unobserved: list[str] = []
+        self.unobserved: list[str] = []  # what could not be observed, a sentence each
+        # the path of each module
         self.paths = {module: name for name, module in base_modules(model, remove_duplicate=False)}
         self._tied = tied_identities(model)
         self._holders: dict[int, list[str]] = {}  # by tensor, the modules that hold it, each once

@@ -160,10 +160,6 @@ def _is_of(library: str, *names: str) -> Callable[[nn.Module], bool]:
     return matches
 
 
-def _bnb() -> Any:
-    return sys.modules["bitsandbytes"]
-
-
 def _is_stored_4bit(module: Any) -> bool:
     return _is_of("bitsandbytes.nn", "Linear4bit")(module) and getattr(module.weight, "quant_state", None) is not None
 
@@ -173,10 +169,10 @@ def _kind_4bit(module: Any) -> str:
 
 
 def _dequantize_4bit(module: Any) -> torch.Tensor:
-    weight = module.weight
+    weight, functional = module.weight, sys.modules["bitsandbytes"].functional
     if has_packed_weights(module):
         return dequantize_packed_4bit(weight)
-    result: torch.Tensor = _bnb().functional.dequantize_4bit(weight.data, weight.quant_state)
+    result: torch.Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
     return result
 
 

@@ -125,7 +125,8 @@ class _Copier:
         blank = nn.Module().__dict__  # empty dictionaries of hooks, parameters, buffers and children
         twin.__dict__.update(blank)
         twin.__dict__["training"] = False  # layers must not be dropped
-        parameters_of(twin).update({name: _meta_parameter(p) for name, p in dict(parameters_of(module)).items()})
+        parameters = dict(parameters_of(module)).items()
+        parameters_of(twin).update({n: p if p is None else nn.Parameter(_meta(p), False) for n, p in parameters})
         buffers_of(twin).update({name: _meta(b) for name, b in dict(buffers_of(module)).items()})
         children = dict(submodules_of(module)).items()
         # `is None` and not falsy, as an empty ModuleList is
@@ -308,10 +309,6 @@ def _reference(value: Any) -> Any:
         return weakref.ref(value) if type(value) is types.FunctionType else _Reference(value)
     except TypeError:
         return value
-
-
-def _meta_parameter(parameter: torch.Tensor | None) -> nn.Parameter | None:
-    return None if parameter is None else nn.Parameter(_meta(parameter), requires_grad=False)
 
 
 def _meta(tensor: Any) -> Any:

@@ -30,7 +30,6 @@ from ..compat import (
     has_attention_implementation,
     operation_name,
     parameters_of,
-    returns_new_tensors,
     set_attention_implementation,
     set_experts_implementation,
     storage_id,
@@ -100,19 +99,6 @@ whose shape it takes stands for what it will hold."""
 _MIX_OPERATIONS = {"bmm", "baddbmm", "matmul", "einsum", "_softmax", "softmax", "mm", "addmm", "_safe_softmax"}
 
 
-@dataclass(frozen=True)
-class TensorMetadata:
-    """The metadata of a tensor on the meta device."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-    def make(self) -> torch.Tensor:
-        """Return a new tensor with this metadata."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-
-
 class _OneIndexAsSlice(TorchFunctionMode):
     """Reads `x[..., [-2], :]` as the slice that it equals, so that the part of a fused projection shows as a view."""
 
@@ -122,12 +108,8 @@ class _OneIndexAsSlice(TorchFunctionMode):
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             lists = [i for i in args[1] if isinstance(i, list | torch.Tensor)]
             if len(lists) == 1 and isinstance(lists[0], list) and [type(i) for i in lists[0]] == [int]:
-                args = (args[0], tuple(_slice_of(i) if isinstance(i, list) else i for i in args[1]))
+                args = (args[0], tuple(slice(i[0], i[0] + 1 or None) if isinstance(i, list) else i for i in args[1]))
         return func(*args, **(kwargs or {}))
-
-
-def _slice_of(index: list[int]) -> slice:
-    return slice(index[0], index[0] + 1 or None)
 
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm"}
@@ -162,10 +144,8 @@ class _Recorder(TorchDispatchMode):
         operation = func.overloadpacket.__name__
         if self.on_zeros and operation in _PRODUCTS and "out" not in (kwargs or {}):
             out = _zeros_of_product(func, args, kwargs or {})
-        elif self.on_zeros:
-            out = func(*args, **(kwargs or {}))
         else:
-            out = _run_on_meta(func, args, kwargs or {})
+            out = func(*args, **(kwargs or {}))
         name = operation.rstrip("_") if not operation_name(func).endswith("__") else ""
         if self.opaque:
             self.steps += name not in _VIEW_OPERATIONS
@@ -216,69 +196,6 @@ class _Recorder(TorchDispatchMode):
             for writer in self.written.get(storage_id(tensor), ()) if self.written else ():
                 if source is not None and writer.order > source.order:
                     yield writer
-
-
-_OUTPUTS: dict[tuple[Any, ...], list[TensorMetadata] | TensorMetadata] = {}
-"""The metadata of what operations return, by operation and arguments; emptied when it is full."""
-
-_MAX_OUTPUTS = 20_000
-
-
-def _run_on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation on meta tensors, or make its outputs from those that it has had for the same shapes.
-
-    Most of torch's functions for the meta device are written in Python and take longer than a small product does. The
-    layers of a model are alike, so nearly all of their operations have run before.
-    """
-    key = _key_of_call(func, args, kwargs)
-    if key is None:
-        return func(*args, **kwargs)
-    known = _OUTPUTS.get(key)
-    if known is not None:
-        return known.make() if isinstance(known, TensorMetadata) else tuple(one.make() for one in known)
-    out = func(*args, **kwargs)
-    tensors = list(out) if isinstance(out, tuple) else [out]
-    if _are_new(tensors, (args, kwargs)):
-        if len(_OUTPUTS) >= _MAX_OUTPUTS:
-            _OUTPUTS.clear()
-        metadata = [TensorMetadata(t.shape, t.stride(), t.dtype) for t in tensors]
-        _OUTPUTS[key] = metadata if isinstance(out, tuple) else metadata[0]
-    return out
-
-
-def _are_new(tensors: list[Any], inputs: Any) -> bool:
-    """Return whether tensors on the meta device begin their storage, and share it with no input.
-
-    An operation such as dropout may return its input, of which its schema says nothing.
-    """
-    if not all(isinstance(t, torch.Tensor) and t.is_meta and not t.storage_offset() for t in tensors):
-        return False
-    return {storage_id(t) for t in tensors}.isdisjoint(storage_id(t) for t in tensors_in(inputs))
-
-
-def _key_of_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    """Return what the shapes of an operation's outputs depend on; None if an output may share an input's memory."""
-    if not returns_new_tensors(func):
-        return None
-    parts: list[Any] = [func, torch.get_default_dtype()]
-    queue: list[Any] = [*args, *kwargs, *kwargs.values()]
-    while queue:
-        value = queue.pop()
-        if isinstance(value, torch.Tensor):
-            if not value.is_meta:
-                return None
-            parts.append((value.shape, value.stride(), value.dtype))
-        elif isinstance(value, list | tuple):
-            parts.append(len(value))
-            queue.extend(value)
-        elif isinstance(value, _PLAIN):
-            parts.append((type(value), value))
-        else:
-            return None
-    return tuple(parts)
-
-
-_PLAIN = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None))
 
 
 def _zeros_of_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

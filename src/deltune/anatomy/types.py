@@ -387,11 +387,15 @@ class Anatomy:
 
     @cached_property
     def _tensors_by_name(self) -> dict[str, Tensor]:
-        return {tensor.name: tensor for tensor in self.tensors}
+        return {name: tensor for tensor in self.tensors for name in (tensor.name, *tensor.aliases)}
 
     def tensor(self, name: str) -> Tensor:
-        """Return a parameter of the model by its name, the first one where it has several."""
+        """Return a parameter of the model by its name, any one where it has several."""
         return self._tensors_by_name[name]
+
+    def find_tensor(self, name: str) -> Tensor | None:
+        """Return a parameter of the model by its name, or None if it has none of this name."""
+        return self._tensors_by_name.get(name)
 
     @property
     def towers(self) -> tuple[str, ...]:

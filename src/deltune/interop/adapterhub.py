@@ -55,15 +55,10 @@ BOTTLENECK_OPTIONS = {
 
 @dataclass(frozen=True)
 class ReadConfig:
-    """One configuration as read: its pieces, and named methods that may be the same.
+    """One configuration as read: its pieces, and named methods that may be the same."""
 
-    Attributes:
-        pieces: The modifications with their tensors.
-        known: Functions that make the named methods.
-    """
-
-    pieces: list[PlacedTensors]
-    known: list[Callable[[], Method]]
+    pieces: list[PlacedTensors]  # the modifications with their tensors
+    known: list[Callable[[], Method]]  # functions that make the named methods
 
 
 def residual_problems(config: Mapping[str, Any]) -> list[str]:
@@ -82,7 +77,6 @@ def residual_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _read_bottleneck(anatomy: Anatomy, config: Mapping[str, Any], name: str, unused: UnusedTensors) -> ReadConfig:
-    """Read a bottleneck configuration."""
     parallel, before = bool(config.get("is_parallel")), bool(config.get("original_ln_before"))
     after = bool(config.get("original_ln_after", True))
     pieces: list[PlacedTensors] = []

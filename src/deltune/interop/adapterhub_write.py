@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -50,18 +50,8 @@ Config = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class AdapterHubFiles:
-    """Options and tensors of an adapter as AdapterHub writes them, and of its head where it has one."""
-
-    options: Config
-    tensors: Tensors
-    head_options: Config
-    head: Tensors
-
-
-def write_adapterhub(content: ExportedDelta, model_class: str, name: str, labels: dict[str, int]) -> AdapterHubFiles:
-    """Return the files of an adapter of a name.
+def write_adapterhub(content: ExportedDelta, model_class: str, name: str, labels: dict[str, int]) -> ForeignFolder:
+    """Return what the folder of an adapter of a name holds.
 
     `model_class` is the class of the model, and `labels` are the ids of its labels by name.
     """
@@ -77,16 +67,16 @@ def write_adapterhub(content: ExportedDelta, model_class: str, name: str, labels
         head_options = {**common, "config": None, "label2id": labels, "name": None, "num_labels": count}
     for configs, tensors in _candidates(content, name):
         config = configs[0] if len(configs) == 1 else {"architecture": "union", "configs": configs}
-        files = AdapterHubFiles({**common, "config": config, "name": name}, tensors, head_options, dict(content.head))
-        if _reads_back(content, files):
-            return files
+        options = {**common, "config": config, "name": name}
+        folder = ForeignFolder(Path("adapterhub"), options, tensors, head_options, dict(content.head))
+        if _reads_back(content, folder):
+            return folder
     parts = ", ".join(dict.fromkeys(repr(without_scope(edit.modification)) for edit in content.edits))
     raise DeltuneError(f"this delta cannot be written for adapterhub: its library has no options that mean {parts}")
 
 
-def _reads_back(content: ExportedDelta, files: AdapterHubFiles) -> bool:
-    """Return whether the reader makes the same delta of the files."""
-    folder = ForeignFolder(Path("adapterhub"), files.options, files.tensors, files.head_options, files.head)
+def _reads_back(content: ExportedDelta, folder: ForeignFolder) -> bool:
+    """Return whether the reader makes the same delta of a folder."""
     try:
         translation = read_adapterhub(content.anatomy, folder)
         edits = resolve(content.anatomy, translation.method, lambda: 0).edits

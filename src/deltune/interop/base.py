@@ -220,77 +220,46 @@ NamedTensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class ForeignFolder:
-    """The content of a folder of another library.
-
-    Attributes:
-        where: The folder.
-        options: The adapter's options.
-        tensors: The adapter's tensors, by their names there.
-        head_options: The options of a head that was saved apart.
-        head: The tensors of a head that was saved apart.
-    """
+    """The content of a folder of another library."""
 
     where: Path
-    options: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    head_options: dict[str, Any] = field(default_factory=dict)
-    head: dict[str, torch.Tensor] = field(default_factory=dict)
+    options: dict[str, Any]  # the adapter's options
+    tensors: dict[str, torch.Tensor]  # the adapter's tensors, by their names there
+    head_options: dict[str, Any] = field(default_factory=dict)  # the options of a head that was saved apart
+    head: dict[str, torch.Tensor] = field(default_factory=dict)  # the tensors of a head that was saved apart
 
 
 @dataclass(frozen=True)
 class Translation:
-    """A folder of another library in our terms.
-
-    Attributes:
-        method: The method.
-        tensors: Its tensors, by their names in our files.
-        head: The tensors of the head, by their names in the model.
-        labels: The names of the head's labels, in order.
-    """
+    """A folder of another library in our terms."""
 
     method: Method
-    tensors: dict[str, torch.Tensor]
-    head: dict[str, torch.Tensor] = field(default_factory=dict)
-    labels: tuple[str, ...] = ()
+    tensors: dict[str, torch.Tensor]  # its tensors, by their names in our files
+    head: dict[str, torch.Tensor] = field(default_factory=dict)  # the tensors of the head, by their names in the model
+    labels: tuple[str, ...] = ()  # the names of the head's labels, in order
 
 
 @dataclass(frozen=True)
 class PlacedTensors:
-    """One modification at one place with its tensors.
+    """One modification at one place with its tensors."""
 
-    Attributes:
-        modification: The modification, without a choice of layers, stack or attention.
-        place: The place.
-        tensors: The tensors of its form and composition, by name.
-    """
-
-    modification: Modification
+    modification: Modification  # the modification, without a choice of layers, stack or attention
     place: Location
-    tensors: NamedTensors
+    tensors: NamedTensors  # the tensors of its form and composition, by name
 
 
 @dataclass(frozen=True)
 class ExportedDelta:
-    """A delta that is to be written for another library.
+    """A delta that is to be written for another library."""
 
-    Attributes:
-        anatomy: The model's anatomy.
-        edits: Its edits.
-        full_tensors: The full tensors of each edit, by the edit's key.
-        in_place: The parameters that are tuned in place, by name.
-        rows: The rows of parameters of which only some rows are trained.
-        head: The parameters of the head, by name.
-        original: Returns the pretrained value of a parameter.
-        sliding_window: Whether some attention of the model has a sliding window.
-    """
-
-    anatomy: Anatomy
+    anatomy: Anatomy  # the model's anatomy
     edits: tuple[ResolvedEdit, ...]
-    full_tensors: Mapping[str, NamedTensors]
-    in_place: NamedTensors
-    head: NamedTensors
-    original: Callable[[str], torch.Tensor]
-    sliding_window: bool = False
+    full_tensors: Mapping[str, NamedTensors]  # the full tensors of each edit, by the edit's key
+    in_place: NamedTensors  # the parameters that are tuned in place, by name
+    head: NamedTensors  # the parameters of the head, by name
+    original: Callable[[str], torch.Tensor]  # returns the pretrained value of a parameter
+    sliding_window: bool = False  # whether some attention of the model has a sliding window
+    # the rows of parameters of which only some rows are trained
     rows: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -427,7 +396,8 @@ def method_from_pieces(
     for make in candidates:
         try:
             method = make()
-            if _locations_of(anatomy, method) == required:
+            edits = resolve(anatomy, method, lambda: 0).edits
+            if {(without_scope(edit.modification), edit.place.name) for edit in edits} == required:
                 return method
         except DeltuneError:
             continue
@@ -465,10 +435,6 @@ def _scoped_candidates(anatomy: Anatomy, modification: Modification, names: set[
             for index in sorted({int(n.split(".")[1]) for n in names if n.split(".")[1].isdigit()}):
                 for kind in kinds:
                     yield replace(modification, stack=stack, attention=kind, layers=(index,))
-
-
-def _locations_of(anatomy: Anatomy, method: Method) -> set[tuple[Modification, str]]:
-    return {(without_scope(e.modification), e.place.name) for e in resolve(anatomy, method, lambda: 0).edits}
 
 
 def tensors_by_file_name(anatomy: Anatomy, method: Method, pieces: Sequence[PlacedTensors]) -> dict[str, torch.Tensor]:

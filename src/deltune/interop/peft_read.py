@@ -75,7 +75,7 @@ def read_peft(
     _separate_biases(unused, options, base_value)
     row = row_of(options)
     is_leaf = row.is_leaf if row else OTHERS[kind].leaves.__contains__
-    numbers = [n for n, t in folder.tensors.items() if not t.is_floating_point() and not _endings_match(n, is_leaf)]
+    numbers = [n for n, t in folder.tensors.items() if not t.is_floating_point() and not any(map(is_leaf, _endings(n)))]
     if numbers:
         raise error_from_problems(
             str(folder.where), [f"tensor {name} is not of floating-point numbers" for name in numbers]
@@ -127,10 +127,6 @@ def _separate_biases(
         base = base_value(unused.anatomy.tensor(whole).name)
         if base.shape == unused.tensors[name].shape and not base.is_meta:
             unused.tensors[name] = unused.tensors[name].to(base) - base
-
-
-def _endings_match(name: str, is_leaf: Callable[[str], bool]) -> bool:
-    return any(is_leaf(ending) for ending in _endings(name))
 
 
 def _changed_modules(
@@ -438,7 +434,7 @@ def _read_tokens(
         return [], {}
     values: dict[str, torch.Tensor] = {}
     for path, tokens in tables.items():
-        tensor = next(t for t in anatomy.tensors if f"{path}.weight" in (t.name, *t.aliases))
+        tensor = anatomy.tensor(f"{path}.weight")
         stems = [name.rpartition(".")[0] for name in (tensor.name, *tensor.aliases)]
         names = [f"{stem}.{part}trainable_tokens_delta" for stem in stems for part in ("", "token_adapter.")]
         saved = list(unused.take_all(names).values())

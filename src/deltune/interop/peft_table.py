@@ -42,61 +42,40 @@ def _no_more(value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A type of PEFT's that changes projections, and the named method that does the same.
+    """A type of PEFT's that changes projections, and the named method that does the same."""
 
-    Attributes:
-        kind: PEFT's type.
-        make: The named method.
-        arguments: Its arguments, with the options of the same meaning.
-        leaves: The tensors of its form, with what their names end in after the module's; * stands for a number.
-        alpha: The option that is the method's scale times its rank.
-        ranks: Options that are added to the rank there.
-        patterns: Those of `PATTERNS` that the type has.
-        when: The options by which it is this method and no other of the type.
-        shared: Tensors that places share, with their names in a file of PEFT. A file may lack what a seed gives.
-        copies: Those of them that a file has once more for every module.
-        lookup: The leaves where the module is an embedding.
-        outputs: The tensors with a row for each output, where the parts of a fused projection can stand apart.
-        zeros: Leaves of tensors of zeros, which stand for what a module lacks.
-        only: Options that have a translation with some of their values.
-        reads: The options that `read` and `to_ours` look at.
-        read: Returns more arguments from the options.
-        write: Returns more options from the form.
-        sizes: Returns the options that a file has no better than its tensors, by our names.
-        to_ours: Returns our tensors from PEFT's, from the options and from the widths of the module.
-        to_peft: Returns PEFT's tensors from ours.
-        beside: Rows that act beside this one at the same modules, where their options say so.
-        written: Whether such a delta is written as this type.
-        note: What differs from PEFT, for the documentation.
-    """
-
-    kind: str
-    make: Callable[..., NamedMethod]
-    arguments: Mapping[str, str] = field(default_factory=dict)
+    kind: str  # PEFT's type
+    make: Callable[..., NamedMethod]  # the named method
+    arguments: Mapping[str, str] = field(default_factory=dict)  # its arguments, with the options of the same meaning
+    # the tensors of its form, with what their names end in after the module's; * stands for a number
     leaves: Mapping[str, str] = field(default_factory=dict)
-    alpha: str = ""
-    ranks: tuple[str, ...] = ()
-    patterns: tuple[str, ...] = ()
-    when: Options = field(default_factory=dict)
+    alpha: str = ""  # the option that is the method's scale times its rank
+    ranks: tuple[str, ...] = ()  # options that are added to the rank there
+    patterns: tuple[str, ...] = ()  # those of `PATTERNS` that the type has
+    when: Options = field(default_factory=dict)  # the options by which it is this method and no other of the type
+    # tensors that places share, with their names in a file of PEFT. A file may lack what a seed gives.
     shared: Mapping[str, str] = field(default_factory=dict)
-    copies: Mapping[str, str] = field(default_factory=dict)
-    lookup: Mapping[str, str] = field(default_factory=dict)
+    copies: Mapping[str, str] = field(default_factory=dict)  # those of them that a file has once more for every module
+    lookup: Mapping[str, str] = field(default_factory=dict)  # the leaves where the module is an embedding
+    # the tensors with a row for each output, where the parts of a fused projection can stand apart
     outputs: tuple[str, ...] = ()
-    zeros: tuple[str, ...] = ()
+    zeros: tuple[str, ...] = ()  # leaves of tensors of zeros, which stand for what a module lacks
+    # options that have a translation with some of their values
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    reads: tuple[str, ...] = ()
-    read: Callable[[Options], dict[str, Any]] = _no_more
-    write: Callable[[Any], dict[str, Any]] = _no_more
+    reads: tuple[str, ...] = ()  # the options that `read` and `to_ours` look at
+    read: Callable[[Options], dict[str, Any]] = _no_more  # returns more arguments from the options
+    write: Callable[[Any], dict[str, Any]] = _no_more  # returns more options from the form
+    # returns the options that a file has no better than its tensors, by our names
     sizes: Callable[[Values], dict[str, Any]] = _no_more
+    # returns our tensors from PEFT's, from the options and from the widths of the module
     to_ours: Callable[[Values, Options, Widths], Values] = lambda values, options, widths: values
-    to_peft: Callable[[Values, Widths], Values] = lambda values, widths: values
-    beside: tuple[Row, ...] = ()
-    written: bool = True
-    note: str = ""
+    to_peft: Callable[[Values, Widths], Values] = lambda values, widths: values  # returns PEFT's tensors from ours
+    beside: tuple[Row, ...] = ()  # rows that act beside this one at the same modules, where their options say so
+    written: bool = True  # whether such a delta is written as this type
+    note: str = ""  # what differs from PEFT, for the documentation
 
     @property
     def options(self) -> set[str]:
-        """The options that are read."""
         names = {*self.arguments.values(), *self.when, *self.only, self.alpha, *self.ranks, *self.reads}
         return names.union(self.patterns, *(row.options for row in self.beside)) - {""}
 
@@ -233,16 +212,8 @@ def _both_scales(options: Options) -> dict[str, Any]:
     return {"scales": both[0]}
 
 
-def _glora_bias(options: Options) -> dict[str, Any]:
-    return {"bias": _option(options, "config_D_E")}
-
-
 def _gamma(widths: Widths) -> str:
     return "gamma_in" if widths.in_width <= widths.out_width else "gamma_out"
-
-
-def _values_of_energies(tensors: Values, options: Options, widths: Widths) -> Values:
-    return {"down": tensors["down"] * tensors["energies"], "up": tensors["up"]}
 
 
 def _mean_of_pvera(tensors: Values, options: Options, widths: Widths) -> Values:
@@ -382,7 +353,8 @@ ROWS = (
         note="with `lora_bias` also `beft`, which is read alone; heads and whole modules in `modules_to_save`",
         reads=("use_rslora",), lookup={"down": "lora_embedding_A", "up": "lora_embedding_B"}, beside=(_LORA_BIAS,)),
     Row("ADALORA", library.lora, _LORA, {"down": "lora_A", "energies": "lora_E", "up": "lora_B"},
-        sizes=lambda t: {"r": len(t["down"])}, to_ours=_values_of_energies,
+        sizes=lambda t: {"r": len(t["down"])},
+        to_ours=lambda t, o, w: {"down": t["down"] * t["energies"], "up": t["up"]},
         reads=("lora_alpha", "init_r", "rank_pattern"), written=False,
         read=lambda o: {"scale": o["lora_alpha"] / (o["init_r"] + 1e-5)},
         note="as a folder, with the ranks that were kept"),
@@ -413,7 +385,8 @@ ROWS = (
     Row("GLORA", library.glora, _LORA,
         {f"{x}_{side}": f"glora_{x.upper()}.{leaf}" for x in "abc" for side, leaf in (("up", "Xd"), ("down", "Xu"))}
         | {x: f"glora_{x.upper()}.X" for x in "de"}, zeros=tuple(f"glora_{x}.zeros" for x in "CDE"),
-        only={"config_A_B": ("lora",), "config_C": ("lora",)}, read=_glora_bias, reads=("config_D_E",),
+        only={"config_A_B": ("lora",), "config_C": ("lora",)}, reads=("config_D_E",),
+        read=lambda o: {"bias": _option(o, "config_D_E")},
         write=lambda form: {"config_D_E": form.bias, "config_A_B": "lora", "config_C": "lora"}),
     Row("GRALORA", library.gralora, {"rank": "r", "blocks": "gralora_k"}, {"down": "gralora_A", "up": "gralora_B"},
         "alpha", ranks=("hybrid_r",), note="with `hybrid_r` also `lora`, which is read alone", beside=(_HYBRID,)),
@@ -527,23 +500,15 @@ IN_TRAINING = (
 
 @dataclass(frozen=True)
 class Other:
-    """A type with a reader of its own, which `peft_read` has.
+    """A type with a reader of its own, which `peft_read` has."""
 
-    Attributes:
-        method: What it is here.
-        leaves: The ends of its tensors' names, after the name of the module.
-        options: The options that are read or change nothing.
-        only: Options that have a translation with some of their values.
-        written: Whether such a delta is written.
-        note: What differs from PEFT, for the documentation.
-    """
-
-    method: str
-    leaves: tuple[str, ...] = ()
-    options: frozenset[str] = frozenset()
+    method: str  # what it is here
+    leaves: tuple[str, ...] = ()  # the ends of its tensors' names, after the name of the module
+    options: frozenset[str] = frozenset()  # the options that are read or change nothing
+    # options that have a translation with some of their values
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    written: bool = True
-    note: str = ""
+    written: bool = True  # whether such a delta is written
+    note: str = ""  # what differs from PEFT, for the documentation
 
 
 _CPT = frozenset({

@@ -39,7 +39,6 @@ _DOWN, _UP = (".lora_A.weight", ".lora_embedding_A"), (".lora_B.weight", ".lora_
 
 
 def write_peft(content: ExportedDelta) -> OptionsAndTensors:
-    """Return the options and tensors of a PEFT folder."""
     kinds: dict[str, None] = {}
     problems: dict[str, None] = {}
     for edit in content.edits:
@@ -119,13 +118,15 @@ def _problems_of_llama_cpp(content: ExportedDelta) -> Iterator[str]:
         )
     vocabulary = content.anatomy.vocabulary
     paths = {edit.place.target.path for edit in content.edits}
-    if vocabulary is not None and vocabulary.path in paths:
-        shared = (t.aliases for t in content.anatomy.tensors if f"{vocabulary.path}.weight" in (t.name, *t.aliases))
-        if any(shared):
-            yield (
-                f"{vocabulary.path} shares its weight with the embeddings, and llama.cpp's script leaves it out: merge "
-                "the delta, and convert the model"
-            )
+    if (
+        vocabulary is not None
+        and vocabulary.path in paths
+        and content.anatomy.tensor(f"{vocabulary.path}.weight").aliases
+    ):
+        yield (
+            f"{vocabulary.path} shares its weight with the embeddings, and llama.cpp's script leaves it out: merge "
+            "the delta, and convert the model"
+        )
 
 
 def _with_one_rank(options: dict[str, Any], tensors: dict[str, torch.Tensor]) -> OptionsAndTensors:
@@ -211,9 +212,8 @@ def _edits_by_path(content: ExportedDelta) -> Iterator[tuple[str, list[ResolvedE
 
 def _output_width(content: ExportedDelta, path: str) -> int:
     """Return the number of output features of a module."""
-    weight = next(t for t in content.anatomy.tensors if f"{path}.weight" in (t.name, *t.aliases))
     transposed = any(e.place.linear.transposed for e in content.edits if e.place.linear and e.place.target.path == path)
-    return weight.shape[1 if transposed else 0]
+    return content.anatomy.tensor(f"{path}.weight").shape[1 if transposed else 0]
 
 
 def _write_projections(content: ExportedDelta) -> OptionsAndTensors:
@@ -278,7 +278,6 @@ def _problem_of_parts(
 
 
 def _options_of_edit(row: Row, edit: ResolvedEdit) -> dict[str, Any]:
-    """Return the options of one module."""
     form = edit.modification.form
     options = {option: getattr(form, name) for name, option in row.arguments.items() if hasattr(form, name)}
     options |= {**row.when, **row.write(form)}

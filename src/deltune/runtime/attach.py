@@ -114,21 +114,6 @@ def collect_export(attached: Attached, name: str | None = None) -> ExportedDelta
     )  # fmt: skip
 
 
-def export_delta(attached: Attached, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
-    """Write a delta in the format of another library, completely or not at all; see `deltune.export`."""
-    if format not in FORMATS:
-        raise DeltuneError(unknown_name("format", format, FORMATS))
-    if (pooling := attached.delta(name).pooling) != "model":
-        raise DeltuneError(
-            f"this delta's head reads {pooling!r} of the hidden states, and {format} has adapters of the model's class "
-            "alone, whose head reads its pooler: train with --pooling model (attach(…, pooling='model')), or write the "
-            "whole model for sentence-transformers, deltune merge RUN --output DIR"
-        )
-    with attached.whole():
-        options, tensors = _exported(attached, format, name)
-    return write_once(attached.model, lambda: _write_folder(folder, options, tensors))
-
-
 def _exported(attached: Attached, format: str, name: str | None) -> tuple[Files, dict[str, dict[str, torch.Tensor]]]:
     """Return the contents of a folder in another library's format: options and tensors by the names of their files."""
     model, exported = attached.model, collect_export(attached, name)
@@ -419,12 +404,12 @@ def _freeze_without_gradients(attached: Attached, name: str) -> None:
         warnings.warn(f"delta {name!r} can be used but not trained here: {error}", stacklevel=4)
 
 
-def read_delta(attached: Attached, folder: Path, *, allow_nonfinite: bool = False) -> tuple[Delta, HeadLabels]:
+def read_delta(attached: Attached, folder: Path) -> tuple[Delta, HeadLabels]:
     """Read a saved delta for a model without attaching it; other threads may use the model meanwhile."""
     with _default_modes():
         if _is_foreign_delta(folder):
-            return _read_foreign_delta(attached, folder, allow_nonfinite)
-        return _read_delta(attached, serialization.open_delta(folder), allow_nonfinite)
+            return _read_foreign_delta(attached, folder, allow_nonfinite=False)
+        return _read_delta(attached, serialization.open_delta(folder), allow_nonfinite=False)
 
 
 def check_base_of_delta(attached: Attached, base: BaseFacts, where: Path, allowed: str = "same") -> None:
@@ -635,7 +620,18 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
             f"{describe_value(model)}. Load the model and the delta first, as in export(model, 'DIR'), or export the "
             "folder of a run on the command line: deltune export RUN --output DIR"
         )
-    return export_delta(tuned(model).attached, folder, format, name)
+    attached = tuned(model).attached
+    if format not in FORMATS:
+        raise DeltuneError(unknown_name("format", format, FORMATS))
+    if (pooling := attached.delta(name).pooling) != "model":
+        raise DeltuneError(
+            f"this delta's head reads {pooling!r} of the hidden states, and {format} has adapters of the model's class "
+            "alone, whose head reads its pooler: train with --pooling model (attach(…, pooling='model')), or write the "
+            "whole model for sentence-transformers, deltune merge RUN --output DIR"
+        )
+    with attached.whole():
+        options, tensors = _exported(attached, format, name)
+    return write_once(attached.model, lambda: _write_folder(folder, options, tensors))
 
 
 def _check_head_plain(anatomy: Anatomy) -> None:

@@ -78,49 +78,24 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the parameters of new deltas belong.
+    """Where the parameters of new deltas belong."""
 
-    Attributes:
-        default: The device of the base model, or of its first parameter where it has several.
-        dtype: Their type.
-        devices: Where the base model has several devices, the device of each of its parameters by name.
-    """
-
-    default: torch.device
-    dtype: torch.dtype
+    default: torch.device  # the device of the base model, or of its first parameter where it has several
+    dtype: torch.dtype  # their type
+    # where the base model has several devices, the device of each of its parameters by name
     devices: tuple[tuple[str, torch.device], ...] = ()
 
 
 @dataclass(frozen=True)
-class FixedBase:
-    """What is known of a base model that nobody changes or moves.
-
-    Attributes:
-        placement: Where new deltas belong.
-        order: Which modules a forward pass calls.
-    """
-
-    placement: Placement
-    order: CallOrder
-
-
-@dataclass(frozen=True)
 class PickledDeltas:
-    """What a pickle of a model with deltas holds beside the base model.
+    """What a pickle of a model with deltas holds beside the base model."""
 
-    Attributes:
-        handle_class: The class of the handle.
-        anatomy: The model's anatomy.
-        deltas: The deltas by name, none of them in the model.
-        requires_grad: Which of the base's parameters were trainable before the first delta was attached, by name.
-        in_use: What is in use.
-    """
-
-    handle_class: Callable[[PreTrainedModel, Anatomy], Any]
-    anatomy: Anatomy
-    deltas: dict[str, Delta]
+    handle_class: Callable[[PreTrainedModel, Anatomy], Any]  # the class of the handle
+    anatomy: Anatomy  # the model's anatomy
+    deltas: dict[str, Delta]  # the deltas by name, none of them in the model
+    # which of the base's parameters were trainable before the first delta was attached, by name
     requires_grad: dict[str, bool]
-    in_use: Use
+    in_use: Use  # what is in use
 
     def attach_to(self, model: PreTrainedModel) -> None:
         """Attach the deltas to the model of the pickle.
@@ -134,56 +109,48 @@ class PickledDeltas:
 class InstalledHooks:
     """The hooks that the attached deltas need, each with the names of the deltas that need it."""
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy) -> None:
-        self.passes, self.anatomy = passes, anatomy
+    def __init__(self, passes: PassManager) -> None:
+        self.passes = passes
         self.installed: dict[tuple[str, str], Hook] = {}
-        self._makers: Hooks = {}
-        self._users: dict[tuple[str, str], set[str]] = {}
-        self._parameter_users: dict[tuple[str, str], set[str]] = {}  # by (path of the module, name in it)
+        self._of: dict[str, tuple[Hooks, set[tuple[str, str]]]] = {}
+        """By delta, the makers of its hooks, and the modules and names of the parameters that it needs there."""
 
     def add(self, name: str, delta: Delta) -> None:
         """Install the hooks that a delta needs."""
-        makers = hooks_of_delta(self.passes, self.anatomy, delta)
-        users = dict.fromkeys(makers, name)
-        if _THE_MODEL not in self._users.get(("", "pass"), ()):
-            of_model = hooks_of_model(self.passes, self.anatomy)
-            makers, users = makers | of_model, users | dict.fromkeys(of_model, _THE_MODEL)
-        self._makers |= makers
-        for key, user in users.items():
-            self._users.setdefault(key, set()).add(user)
-        for tensor, _ in delta.weight_edits():
-            path, _, leaf = tensor.rpartition(".")
-            self._parameter_users.setdefault((path, leaf), set()).add(name)
-        for tensor in (*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())):
-            for place in owning_modules(self.anatomy, tensor):
-                self._parameter_users.setdefault(place, set()).add(name)
+        if _THE_MODEL not in self._of:
+            self._of[_THE_MODEL] = hooks_of_model(self.passes), set()
+        anatomy = self.passes.anatomy
+        tensors = (*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors()))
+        places = {place for tensor in tensors for place in owning_modules(anatomy, tensor)}
+        edited = {(path, leaf) for path, _, leaf in (tensor.rpartition(".") for tensor, _ in delta.weight_edits())}
+        self._of[name] = hooks_of_delta(self.passes, delta), places | edited
         self.update()
 
     def forget(self, names: Collection[str]) -> None:
         """Note that some deltas need no hooks any more."""
-        for users in (*self._users.values(), *self._parameter_users.values()):
-            users.difference_update(names)
+        for name in names:
+            self._of.pop(name, None)
 
     def update(self) -> None:
         """Install the hooks that are missing, and remove the unused ones.
 
         Hooks of one module run in the order in which they were installed, so those that run after a new one are
-        installed anew. What it takes does not depend on how many deltas are attached.
+        installed anew.
         """
         self.passes.kept_assignments.clear()  # the hooks that they need may go
         in_scopes = {(path, "tensors") for path in self.passes.overridden_modules()}
-        needed = {key for key, names in self._users.items() if names}
-        ranks_of_new = [install_rank(key) for key in needed - self.installed.keys()]
+        needed = {key: make for makers, _ in self._of.values() for key, make in makers.items()}
+        ranks_of_new = [install_rank(key) for key in needed.keys() - self.installed.keys()]
         lowest = min((rank for rank in ranks_of_new if rank), default=None)
         for key in list(self.installed):
             runs_later = lowest is not None and install_rank(key) > lowest
             if runs_later or (key not in needed and key not in in_scopes):
                 self.installed[key].remove()
                 del self.installed[key]
-        for key in sorted(needed - self.installed.keys(), key=install_rank):
-            self.install(key, self._makers[key])
-        parameters = {place for place, names in self._parameter_users.items() if names}
-        paths = {path for path, side in (needed | in_scopes) if side not in _METHOD_NAMES and side != ATTRIBUTE}
+        for key in sorted(needed.keys() - self.installed.keys(), key=install_rank):
+            self.install(key, needed[key])
+        parameters = {place for _, places in self._of.values() for place in places}
+        paths = {path for path, side in (needed.keys() | in_scopes) if side not in _METHOD_NAMES and side != ATTRIBUTE}
         self.passes.modules.keep(paths | {path for path, _ in parameters}, parameters)
         self.passes.set_prefix_attention(any(side == "attention" for _, side in self.installed))
 
@@ -212,28 +179,25 @@ class Attached:
 
     Attributes:
         handle: The sub-module of the model that holds the deltas, a `Tuned`.
-        live_model: The model; None after everything was detached.
         deltas: The attached deltas by name.
-        state: Where tensors are, and which of them train.
-        passes: The forward passes of the model.
-        hooks: The installed hooks.
-        base_labels: The labels of the base model, whatever delta is in use.
     """
 
     def __init__(
         self, handle: nn.Module, model: PreTrainedModel, anatomy: Anatomy, deltas: nn.ModuleDict, base: nn.ParameterDict
     ) -> None:
         self.handle, self.anatomy, self.deltas = handle, anatomy, deltas
-        self.live_model: PreTrainedModel | None = model
+        self.live_model: PreTrainedModel | None = model  # the model; None after everything was detached
+        # the labels of the base model, whatever delta is in use
         self.base_labels = HeadLabels.from_config(model.config)
         self.base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
-        self._fixed: FixedBase | None = None
+        self._fixed: tuple[Placement, CallOrder] | None = None  # where new deltas belong, and what a pass calls
         self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
-        self.state = ModelState(model, deltas, base)
-        self.passes = PassManager(model, self.state, RowAssignment([], None, self.base_labels))
+        self.state = ModelState(model, deltas, base)  # where tensors are, and which of them train
+        # the forward passes of the model
+        self.passes = PassManager(model, anatomy, self.state, RowAssignment([], None, self.base_labels))
         self.passes.attention_configs = [(config, attention_implementation(config)) for config in all_configs(model)]
-        self.hooks = InstalledHooks(self.passes, anatomy)
+        self.hooks = InstalledHooks(self.passes)  # the installed hooks
 
     @property
     def model(self) -> PreTrainedModel:
@@ -281,13 +245,12 @@ class Attached:
         if linear is None:
             return None
         module = self.model.get_submodule(linear.path)
-        names = {leaf: f"{linear.path}.{leaf}" for leaf in (getattr(linear, "leaf", "weight"), "bias")}
-        known = {n: t.name for t in self.anatomy.tensors for n in (t.name, *t.aliases) if n in names.values()}
-        weight, bias = (known.get(name) for name in names.values())
-        assert weight is not None
-        plain = bias is None or "bias" not in parameters_of(module)  # HQQ keeps it in an attribute
-        read_bias = partial(bias_of, module) if plain else partial(self.state.base_value, str(bias))
-        return BasePlace(location, partial(self.dense_value, weight), read_bias, statistic=statistic)
+        weight = self.anatomy.tensor(f"{linear.path}.{getattr(linear, 'leaf', 'weight')}")
+        bias = self.anatomy.find_tensor(f"{linear.path}.bias")
+        read_bias = partial(bias_of, module)  # HQQ keeps it in an attribute
+        if bias is not None and "bias" in parameters_of(module):
+            read_bias = partial(self.state.base_value, bias.name)
+        return BasePlace(location, partial(self.dense_value, weight.name), read_bias, statistic=statistic)
 
     def base_config(self) -> PreTrainedConfig:
         """Return a copy of the model's configuration with the base model's labels, whatever delta is in use."""
@@ -341,12 +304,10 @@ class Attached:
         if not use.rows and use.names is None:
             return RowAssignment([], None, self.base_labels)
         follow_offloading(self.state, every_module=False)
-        deltas: dict[str, Any] = dict(self.deltas.items())
-        facts = (deltas, self.base_labels, self.anatomy, self.state, self.passes.delta_cache)
         if use.rows:
-            assignment = RowAssignment.of_rows(use, *facts, constant, left_out)
+            assignment = RowAssignment.of_rows(use, self.base_labels, self.passes.delta_cache, constant, left_out)
         else:
-            assignment = RowAssignment.of_all(use, *facts, left_out)
+            assignment = RowAssignment.of_all(use, self.base_labels, self.passes.delta_cache, left_out)
         with self.state.mutex:
             for path in assignment.tensors:
                 if (path, "tensors") not in self.hooks.installed:
@@ -383,7 +344,7 @@ class Attached:
     def shares_rows(self, name: str) -> bool:
         """Return whether some rows of a batch can use a delta while others do not, as `Tuned.rows` needs it."""
         with self.state.mutex:
-            facts = self.passes.delta_cache.of(self.delta(name), self.anatomy, self.state)
+            facts = self.passes.delta_cache.of(name)
         return not facts.shared and not facts.not_by_row
 
     # -- attaching
@@ -402,7 +363,7 @@ class Attached:
 
     def move_to_model(self, delta: Delta) -> Delta:
         """Move a new delta to the devices of the modules it acts at, in float32, or float64 in a float64 model."""
-        placement = self._placement() if self._fixed is None else self._fixed.placement
+        placement = self._placement() if self._fixed is None else self._fixed[0]
         default, dtype = placement.default, placement.dtype
         for edit in delta.all_edits():
             inside = (device for name, device in placement.devices if is_inside(name, edit.place.target.path))
@@ -484,7 +445,7 @@ class Attached:
                 check_takes_prompts(self.model, self.anatomy)
         if not len(delta.edits):
             return
-        order = call_order(self.model) if self._fixed is None else self._fixed.order
+        order = call_order(self.model) if self._fixed is None else self._fixed[1]
         for part in self.anatomy.other_towers:
             if any(edit.place.target.path.startswith(f"{part.tower_path}.") for edit in delta.all_edits()):
                 tower = self.model.get_submodule(part.tower_path)
@@ -695,7 +656,7 @@ class Attached:
         handle stays when its last delta is detached.
         """
         self.remember_base_metadata()
-        self._fixed = FixedBase(self._placement(), call_order(self.model))
+        self._fixed = self._placement(), call_order(self.model)
         self.state.base_is_fixed = True
 
     def release_base(self) -> None:

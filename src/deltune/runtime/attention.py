@@ -156,19 +156,13 @@ def _narrowed(output: torch.Tensor, gates: list[torch.Tensor]) -> torch.Tensor:
 
 
 class CacheablePrefix(NamedTuple):
-    """The prefixes of a delta, where a cache may hold their keys and values before the text.
+    """The prefixes of a delta, where a cache may hold their keys and values before the text."""
 
-    Attributes:
-        length: How many keys each layer has (l).
-        layers: The edits of each layer, in the order of the cache's layers.
-    """
-
-    length: int
-    layers: tuple[tuple[Edit, ...], ...]
+    length: int  # how many keys each layer has (l)
+    layers: tuple[tuple[Edit, ...], ...]  # the edits of each layer, in the order of the cache's layers
 
     @property
     def edits(self) -> frozenset[Edit]:
-        """All of its edits."""
         return frozenset(edit for edits in self.layers for edit in edits)
 
     def states(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -203,17 +197,11 @@ def _prefix_length(edit: Edit) -> int:
 
 
 class PrefixRows(NamedTuple):
-    """The prefix of every row of a batch.
+    """The prefix of every row of a batch."""
 
-    Attributes:
-        keys: Its keys (B, N_kv, l, d).
-        values: Its values (B, N_kv, l, d_v).
-        present: Which of the l are no padding, (B, l), or None for all.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    present: torch.Tensor | None
+    keys: torch.Tensor  # its keys (B, N_kv, l, d)
+    values: torch.Tensor  # its values (B, N_kv, l, d_v)
+    present: torch.Tensor | None  # which of the l are no padding, (B, l), or None for all
 
 
 def _stack_prefixes(prefixes: Prefixes, key: torch.Tensor) -> PrefixRows:

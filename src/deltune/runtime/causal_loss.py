@@ -51,22 +51,15 @@ logger = logging.getLogger("deltune")
 
 @dataclass
 class LanguageHead:
-    """Where a language model projects to its vocabulary, and what it predicts.
+    """Where a language model projects to its vocabulary, and what it predicts."""
 
-    Attributes:
-        path: The path of the projection; "" if none is known.
-        shifts: Whether each token is predicted from those before it.
-        decodes: Whether a decoder reads the labels, one place to the right.
-        tried: By what is in use, the assignment of deltas or the model: what else the trial of the first batch depends
-            on, and why the loss is computed from all logits; "" where it is computed at the head.
-        own_loss_shifts: Whether the model's own loss is of the next tokens, once that is known.
-    """
-
-    path: str
-    shifts: bool
-    decodes: bool
+    path: str  # the path of the projection; "" if none is known
+    shifts: bool  # whether each token is predicted from those before it
+    decodes: bool  # whether a decoder reads the labels, one place to the right
+    # by what is in use, the assignment of deltas or the model: what else the trial of the first batch depends on,
+    # and why the loss is computed from all logits; "" where it is computed at the head
     tried: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = field(default_factory=weakref.WeakKeyDictionary)
-    own_loss_shifts: bool | None = None
+    own_loss_shifts: bool | None = None  # whether the model's own loss is of the next tokens, once that is known
 
     @property
     def reasons(self) -> list[str]:
@@ -92,28 +85,19 @@ def language_head(model: PreTrainedModel) -> LanguageHead:
 
 @dataclass
 class _Capture:
-    """Arguments and results of the hooks at a head, in one call.
+    """Arguments and results of the hooks at a head, in one call."""
 
-    Attributes:
-        targets: What each position is to predict, (B, T).
-        trained: Which of them are trained on, in the order of all positions.
-        window: The rows and the positions whose logits the model computes.
-        tries: Whether what the model makes of the window is compared.
-        by_row: Whether the loss of each row is asked for, without gradients.
-        total: The loss, summed over all trained tokens, or of each row the loss and the tokens that are likeliest;
-            None if the head was not reached as expected.
-        logits: What head and bias alone say at the window.
-        why: Why the loss cannot be computed at the head.
-    """
-
-    targets: torch.Tensor
-    trained: torch.Tensor
-    window: tuple[slice, slice]
-    tries: bool
-    by_row: bool
+    targets: torch.Tensor  # what each position is to predict, (B, T)
+    trained: torch.Tensor  # which of them are trained on, in the order of all positions
+    window: tuple[slice, slice]  # the rows and the positions whose logits the model computes
+    tries: bool  # whether what the model makes of the window is compared
+    by_row: bool  # whether the loss of each row is asked for, without gradients
+    # the loss, summed over all trained tokens, or of each row the loss and the tokens that are likeliest; None if
+    # the head was not reached as expected
     total: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
+    logits: torch.Tensor | None = None  # what head and bias alone say at the window
     hidden: torch.Tensor | None = field(default=None, repr=False)
+    # why the loss cannot be computed at the head
     why: str = "its head is not called once with the hidden states of all tokens"
 
 

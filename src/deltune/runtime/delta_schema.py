@@ -171,15 +171,11 @@ class Drawn:
 
 @dataclass
 class Expected:
-    """The tensors that a file should hold: those of a known shape, and those of which a mask selects some entries.
-
-    Attributes:
-        below: What the numbers of a buffer of whole numbers are below.
-    """
+    """The tensors that a file should hold: those of a known shape, and those of which a mask selects some entries."""
 
     shapes: dict[str, tuple[int, ...] | None] = field(default_factory=dict)
     drawn: list[Drawn] = field(default_factory=list)
-    below: dict[str, int] = field(default_factory=dict)
+    below: dict[str, int] = field(default_factory=dict)  # what the numbers of a buffer of whole numbers are below
 
     @property
     def bounds(self) -> dict[str, int]:

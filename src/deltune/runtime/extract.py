@@ -93,15 +93,7 @@ def _loaded(base: PreTrainedModel, checkpoint: PreTrainedModel | str | Path) -> 
 
 
 class _Difference:
-    """What a tuned model differs in from its base.
-
-    Attributes:
-        changes: V - W of each tensor that differs, without the head. A weight that the base ties at several linears
-            has one at each.
-        values: V of the same.
-        head: The tensors of the tuned model's head.
-        low_rank: The linears whose changes become low ranks.
-    """
+    """What a tuned model differs in from its base."""
 
     def __init__(self, attached: Attached, tuned: PreTrainedModel) -> None:
         self.attached, self.at = attached, Projections(attached.anatomy)
@@ -131,9 +123,12 @@ class _Difference:
                 f"{type(tuned).__name__} is no tuned {type(attached.model).__name__} of this base", problems
             )
         whole = {n for t in tied for n in (t.name, *t.aliases)}
+        # the linears whose changes become low ranks
         self.low_rank = {path for path in self.at.parts if f"{path}.weight" not in whole}
-        self.head = {name: values[name] for name in of_head}
+        self.head = {name: values[name] for name in of_head}  # the tensors of the tuned model's head
         self.labels = HeadLabels.from_config(tuned.config) if of_head else attached.base_labels
+        # V - W of each tensor that differs, without the head. A weight that the base ties at several linears
+        # has one at each.
         self.changes: dict[str, torch.Tensor] = {}
         for name, tensor in names.items():
             if tensor.name not in self.head and (name == tensor.name or name not in whole):
@@ -142,7 +137,7 @@ class _Difference:
                 change = values[name].to(value.device, precision) - value.to(precision)
                 if change.any():
                     self.changes[name] = change
-        self.values: dict[str, torch.Tensor] = {name: values[name] for name in self.changes}
+        self.values: dict[str, torch.Tensor] = {name: values[name] for name in self.changes}  # V of the same
 
     def attach(self, method: str | None, energy: float, name: str) -> None:
         if not self.changes and all(torch.equal(self.attached.state.base_value(n), v) for n, v in self.head.items()):

@@ -24,28 +24,7 @@ from .row_assignment import RowAssignment
 
 
 class ForwardPass:
-    """One forward pass: which delta each row uses, and what its hooks keep for each other.
-
-    Attributes:
-        owner: The `PassManager` of the model.
-        assignment: Which delta each row uses, fixed for the whole pass.
-        scope: The `rows()` or `disable()` that the pass began in, or None. The pass keeps its assignment also when that
-            scope is left elsewhere in the meantime.
-        enclosing: The pass, of any model, inside of which it runs.
-        in_threads: Whether it runs its passes in other threads and waits for them.
-        moves_tensors: Whether it runs inside a pass of the same model that needs other tensors in the model.
-        turn: Its place in the order in which passes and changes came to the lock.
-        inputs: The inputs of other modules, for the edits that use them as x.
-        prompt: What a prompt did at the entry of the stack, for its exit.
-        mask: The attention mask of the text, for the pooling of a delta.
-        states: The hidden states that were collected, by path of the stack's container.
-        batch_size: How many rows the batch has, for positions that are looked up once for all of them.
-        called_vocabulary: Whether the projection to the vocabulary was called, where some delta acts at it.
-        facts: What is known of the rows: which tokens (B, n) of the running stack each choice of positions has, and
-            conditions (B,) by name.
-        generates: Whether it is of `generate`.
-        text: How many tokens `generate` began with, once it has.
-    """
+    """One forward pass: which delta each row uses, and what its hooks keep for each other."""
 
     def __init__(
         self,
@@ -55,17 +34,28 @@ class ForwardPass:
         enclosing: ForwardPass | None = None,
         in_threads: bool = False,
     ) -> None:
-        self.owner, self.assignment, self.scope, self.enclosing = owner, assignment, scope, enclosing
-        self.in_threads, self.moves_tensors, self.turn = in_threads, False, 0
-        self.inputs: dict[Any, torch.Tensor] = {}
-        self.prompt: Any = None
-        self.mask: torch.Tensor | None = None
+        self.owner = owner  # the `PassManager` of the model
+        self.assignment = assignment  # which delta each row uses, fixed for the whole pass
+        # the `rows()` or `disable()` that the pass began in, or None. The pass keeps its assignment also when that
+        # scope is left elsewhere in the meantime.
+        self.scope = scope
+        self.enclosing = enclosing  # the pass, of any model, inside of which it runs
+        self.in_threads = in_threads  # whether it runs its passes in other threads and waits for them
+        self.moves_tensors = False  # whether it runs inside a pass of the same model that needs other tensors there
+        self.turn = 0  # its place in the order in which passes and changes came to the lock
+        self.inputs: dict[Any, torch.Tensor] = {}  # the inputs of other modules, for the edits that use them as x
+        self.prompt: Any = None  # what a prompt did at the entry of the stack, for its exit
+        self.mask: torch.Tensor | None = None  # the attention mask of the text, for the pooling of a delta
+        # the hidden states that were collected, by path of the stack's container
         self.states: dict[str, list[torch.Tensor]] = {}
-        self.batch_size = 0
+        self.batch_size = 0  # how many rows the batch has, for positions that are looked up once for all of them
+        # whether the projection to the vocabulary was called, where some delta acts at it
         self.called_vocabulary = False
+        # what is known of the rows: which tokens (B, n) of the running stack each choice of positions has,
+        # and conditions (B,) by name
         self.facts: dict[Any, torch.Tensor] = {}
-        self.generates = False
-        self.text: int | None = None
+        self.generates = False  # whether it is of `generate`
+        self.text: int | None = None  # how many tokens `generate` began with, once it has
 
 
 _CURRENT: ContextVar[weakref.ReferenceType[ForwardPass] | None] = ContextVar("deltune_pass", default=None)
@@ -160,12 +150,10 @@ class PassLock:
     so the helper may have to wait for a change, and the change for it. What is known to run its passes in other
     threads therefore always waits its turn, and a hook's helper thread is safe in any case if it is run by
     `contextvars.copy_context().run`: what it runs is then a part of the pass around it, which takes no lock.
-
-    Attributes:
-        mutex: Held while tensors move, and while somebody reads where they are; by a change until it ends.
     """
 
     def __init__(self) -> None:
+        # held while tensors move, and while somebody reads where they are; by a change until it ends
         self.mutex = threading.RLock()
         self._changed = threading.Condition(self.mutex)
         self._running: weakref.WeakSet[ForwardPass] = weakref.WeakSet()

@@ -14,7 +14,6 @@ from transformers.pytorch_utils import Conv1D
 from ..anatomy.quantization import quantized_modules
 from ..anatomy.skeleton import base_modules
 from ..anatomy.tracing import CallOrder
-from ..anatomy.types import Anatomy
 from ..compat import (
     IS_QUANTIZED,
     PACKS_FOR_CPU,
@@ -37,7 +36,7 @@ from .forward_pass import current_pass, remember_for_backward
 from .linear import LinearForward, linear_forward
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .modules import Delta, Edit, ModuleCall, ModulePlace
-from .pass_manager import PassManager
+from .pass_manager import ModuleHook, PassManager
 from .pooling import PoolingHook
 from .prompts import PositionHook, PromptHook
 from .row_assignment import RowAssignment, name_arguments, owning_modules, parameter_names
@@ -171,16 +170,6 @@ def runs_class_forward(module: nn.Module) -> bool:
     return forward is None or isinstance(forward, ForwardOverride | LinearForward)
 
 
-class ModuleHook:
-    """A hook of torch at one module."""
-
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
-
-    def remove(self) -> None:
-        remove_hooks(self.module, self)
-
-
 class InputHook(ModuleHook):
     """Applies the edits that read or change the input of a module."""
 
@@ -273,19 +262,18 @@ class AttentionHook(ModuleHook):
         self.module.__dict__.pop(HOOK_ATTRIBUTE, None)
 
 
-class HiddenStatesHook:
+class HiddenStatesHook(ModuleHook):
     """Applies the edits that read all hidden states of a stack and change the last, at the module around its layers."""
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        self.passes, self.path = passes, path
-        stack = next(s for s in anatomy.stacks if s.container == path)
-        self.container = passes.model.get_submodule(path)
-        layers = [layer for layer in anatomy.layers if layer.stack == stack.name]
-        self.layers = [passes.model.get_submodule(layer.path) for layer in layers]
+    def __init__(self, passes: PassManager, path: str) -> None:
+        super().__init__(passes, path)
+        stack = next(s for s in passes.anatomy.stacks if s.container == path)
+        layers = [layer for layer in passes.anatomy.layers if layer.stack == stack.name]
+        self.others = self.layers = [passes.model.get_submodule(layer.path) for layer in layers]
 
     def install(self) -> None:
-        self.container.register_forward_pre_hook(self.open)
-        self.container.register_forward_hook(self.close)
+        self.module.register_forward_pre_hook(self.open)
+        self.module.register_forward_hook(self.close)
         for layer in self.layers:
             layer.register_forward_pre_hook(self.collect, with_kwargs=True)
 
@@ -311,10 +299,6 @@ class HiddenStatesHook:
             at = ModulePlace(ModuleCall(module, module.forward, None), edit.place, edit.training)
             last = group.replace(last, edit.compose(whole[-1], edit.form(edit.tensors(), whole, at)))
         return _with_replaced(output, before, last)
-
-    def remove(self) -> None:
-        for module in (self.container, *self.layers):
-            remove_hooks(module, self)
 
 
 def _with_replaced(output: Any, before: torch.Tensor, after: torch.Tensor) -> Any:
@@ -377,29 +361,29 @@ Hooks = dict[tuple[str, str], Callable[[], Hook]]
 """Functions that make hooks, by path and kind of the hook."""
 
 
-def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks:
+def hooks_of_delta(passes: PassManager, delta: Delta) -> Hooks:
     """Return the hooks that a delta needs beside `hooks_of_model`."""
-    needed: Hooks = {}
+    anatomy, needed = passes.anatomy, dict[tuple[str, str], Callable[[], Hook]]()
     for edit in delta.all_edits():
         target = edit.place.target
         if target.side == "weight":
             module = passes.model.get_submodule(target.path)
             needed[target.path, "tensors"] = partial(ForwardOverride, passes, target.path, module)
             continue
-        needed[target.path, target.side] = partial(HOOK_CLASSES[target.side], passes, anatomy, target.path)
+        needed[target.path, target.side] = partial(HOOK_CLASSES[target.side], passes, target.path)
         if edit.source_path is not None:
-            needed[edit.source_path, "input"] = partial(InputHook, passes, anatomy, edit.source_path)
+            needed[edit.source_path, "input"] = partial(InputHook, passes, edit.source_path)
             parent = _common_parent(target.path, edit.source_path)
             needed[parent, "pass"] = partial(ForwardEntry, passes, parent, always_begins=False)
         if edit.modification.positions != ALL:
             entry = anatomy.stacks[0].entry
-            needed[entry, "chosen"] = partial(TokensHook, passes, anatomy, entry)
+            needed[entry, "chosen"] = partial(TokensHook, passes, entry)
         if edit.place.shifted_stack:
             entry = anatomy.stack(edit.place.shifted_stack).entry
-            needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)
+            needed[entry, "positions"] = partial(PositionHook, passes, entry)
     if delta.pooling != "model":
         needed[anatomy.base, "pass"] = partial(ForwardEntry, passes, anatomy.base, always_begins=False)
-        needed[anatomy.base, "pooling"] = partial(PoolingHook, passes, anatomy, anatomy.base)
+        needed[anatomy.base, "pooling"] = partial(PoolingHook, passes, anatomy.base)
     overridden: set[nn.Module] = set()  # a module that has several paths is replaced once, under its first path
     for tensor, _ in delta.masked_tensors():
         for path, _ in owning_modules(anatomy, tensor):
@@ -409,12 +393,13 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
                 needed[path, "tensors"] = partial(ForwardOverride, passes, path, module)
     vocabulary = anatomy.vocabulary
     if vocabulary is not None and any(path == vocabulary.path for path, _ in needed):
-        needed[vocabulary.path, "called"] = partial(VocabularyHook, passes, anatomy, vocabulary.path)
+        needed[vocabulary.path, "called"] = partial(VocabularyHook, passes, vocabulary.path)
     return needed
 
 
-def hooks_of_model(passes: PassManager, anatomy: Anatomy) -> Hooks:
+def hooks_of_model(passes: PassManager) -> Hooks:
     """Return the hooks that the model needs as long as any delta is attached."""
+    anatomy = passes.anatomy
     entries = {layer.path: False for layer in anatomy.layers} | {stack.container: False for stack in anatomy.stacks}
     entries |= {layer.path: False for part in anatomy.other_towers for layer in part.layers}
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}

@@ -45,19 +45,14 @@ class MergeSource(Protocol):
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What a merge puts into a model.
+    """What a merge puts into a model."""
 
-    Attributes:
-        weights: The merged values of parameters in floating point, by name.
-        quantized: For each linear whose merged weight is quantised again, a copy of it with that weight.
-        linears: For each linear that was quantised and is to be so no more, a plain one with its merged weight.
-        warning: What quantising again rounds, or "".
-    """
-
-    weights: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]  # the merged values of parameters in floating point, by name
+    # for each linear whose merged weight is quantised again, a copy of it with that weight
     quantized: dict[nn.Module, nn.Module]
+    # for each linear that was quantised and is to be so no more, a plain one with its merged weight
     linears: dict[nn.Module, nn.Module]
-    warning: str
+    warning: str  # what quantising again rounds, or ""
 
     def check_fits_shards(self, state: ModelState) -> None:
         """Check that no tensor that FSDP2 has sharded would have another shape; the shards' sizes are fixed."""
@@ -199,9 +194,8 @@ def _edits_in_order(deltas: Sequence[Delta]) -> list[Edit]:
 
 def _tensor_name(anatomy: Anatomy, edit: Edit, leaf: str) -> str:
     """Return the name of a parameter of an edit's module; "" if it has none, or a bias that cannot be changed."""
-    full_name = f"{edit.place.target.path}.{leaf}"
-    named = (t for t in anatomy.tensors if full_name in (t.name, *t.aliases) and (leaf == "weight" or not t.quantized))
-    return next((t.name for t in named), "")
+    tensor = anatomy.find_tensor(f"{edit.place.target.path}.{leaf}")
+    return "" if tensor is None or (leaf == "bias" and tensor.quantized) else tensor.name
 
 
 def _affine_change(edit: Edit, at: Place | None) -> Affine | str:

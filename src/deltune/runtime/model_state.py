@@ -41,31 +41,26 @@ _MOVING = "/"
 
 
 class ModelState:
-    """The tensors, labels and requires_grad flags of one tuned model. Every change may be repeated when interrupted.
+    """The tensors, labels and requires_grad flags of one tuned model. Every change may be repeated when interrupted."""
 
-    Attributes:
-        placed_delta: The delta whose tensors are in the model's slots, or None for the base's own tensors.
-        labels: What the model's configuration says about its labels.
-        mutex: The mutex of the lock of forward passes, which `PassManager` sets. It is held while tensors move, and
-            while somebody reads where they are.
-        offloaded: Where the values are of the base's parameters that accelerate offloads, by their places.
-        base_is_fixed: Whether nobody moves or offloads the base model, so that nothing looks for it.
-    """
-
+    # the mutex of the lock of forward passes, which `PassManager` sets. It is held while tensors move, and while
+    # somebody reads where they are.
     mutex: Any
 
     def __init__(self, model: PreTrainedModel, deltas: nn.ModuleDict, base: nn.ParameterDict) -> None:
         self.model, self.deltas, self.base = model, deltas, base
         self.slots = parameter_slots(model)
         self.paths = {module: path for path, module in base_modules(model)}
+        # where the values are of the base's parameters that accelerate offloads, by their places
         self.offloaded: dict[Place, OffloadedTensor] = offloaded_tensors(model)
-        self.base_is_fixed = False
+        self.base_is_fixed = False  # whether nobody moves or offloads the base model, so that nothing looks for it
         self._keys: dict[Place, str] = {}  # of a tensor with several names the first, which deltas call it by
         for name, places in self.slots.items():
             for place in places:
                 self._keys.setdefault(place, parameter_key(name))
+        # the delta whose tensors are in the model's slots, or None for the base's own tensors
         self.placed_delta: str | None = None
-        self.labels = HeadLabels.from_config(model.config)
+        self.labels = HeadLabels.from_config(model.config)  # what the model's configuration says about its labels
         self._trainable: set[Delta] = set()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -159,7 +159,6 @@ class HeadLabels:
             model.num_labels = len(self.id2label)  # type: ignore[assignment]
 
     def write_to(self, config: Any) -> None:
-        """Write these labels into a configuration."""
         if HeadLabels.from_config(config) != self:
             config.id2label = dict(self.id2label)
             config.label2id = {label: index for index, label in self.id2label}
@@ -186,21 +185,14 @@ def input_reader(inputs: dict[Edit, torch.Tensor], module_input: torch.Tensor | 
 
 @dataclass(frozen=True, eq=False)
 class ModuleCall:
-    """A call of the module that edits act at.
-
-    Attributes:
-        module: The module.
-        rerun: Calls it once more, with the tensors that the rows of the edits use.
-        output: What it has computed, before any edit; None where no edit reads it.
-        by_base: Whether it has computed this with the base's weight, and not with one that an edit has changed.
-        facts: What is known of the rows; see `ForwardPass`.
-    """
+    """A call of the module that edits act at."""
 
     module: nn.Module
-    rerun: Callable[[torch.Tensor], torch.Tensor]
-    output: torch.Tensor | None
+    rerun: Callable[[torch.Tensor], torch.Tensor]  # calls it once more, with the tensors that the rows of the edits use
+    output: torch.Tensor | None  # what it has computed, before any edit; None where no edit reads it
+    # whether it has computed this with the base's weight, and not with one that an edit has changed
     by_base: bool = True
-    facts: Mapping[Any, torch.Tensor] = field(default_factory=dict)
+    facts: Mapping[Any, torch.Tensor] = field(default_factory=dict)  # what is known of the rows; see `ForwardPass`
 
 
 def part_of(whole: torch.Tensor, columns: Columns | None, dim: int = 0) -> torch.Tensor:
@@ -257,21 +249,14 @@ class ModulePlace:
 
 @dataclass(frozen=True, eq=False)
 class BasePlace:
-    """The base model's own projection at an edit, outside of a pass; see `Place`. Each tensor is read when it is used.
+    """The base model's own projection at an edit, outside of a pass; see `Place`. Tensors are read when used."""
 
-    Attributes:
-        location: Where the edit is.
-        read_weight: Returns the weight of the module in floating point.
-        read_bias: Returns its bias, or None.
-        statistic: What `initialize` of the edit's form reads of data.
-    """
-
-    location: Location
-    read_weight: Callable[[], torch.Tensor]
-    read_bias: Callable[[], torch.Tensor | None]
+    location: Location  # where the edit is
+    read_weight: Callable[[], torch.Tensor]  # returns the weight of the module in floating point
+    read_bias: Callable[[], torch.Tensor | None]  # returns its bias, or None
     training: bool = False
     output: torch.Tensor | None = None
-    statistic: torch.Tensor | None = None
+    statistic: torch.Tensor | None = None  # what `initialize` of the edit's form reads of data
     facts: Mapping[Any, torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -295,10 +280,6 @@ class Edit(TensorTable):
     """One modification at one place: h <- compose(h, form(u)).
 
     Its tensors belong to the form and to the composition.
-
-    Attributes:
-        source_path: The path of the module whose input is x, where that is another one.
-        factor: The number s if the composition is h + s Δh, else None.
     """
 
     modification: Modification
@@ -310,9 +291,9 @@ class Edit(TensorTable):
     form: Form
     parallel: bool
     reads_own_input: bool
-    source_path: str | None
+    source_path: str | None  # the path of the module whose input is x, where that is another one
     composition_names: tuple[str, ...]
-    factor: float | None
+    factor: float | None  # the number s if the composition is h + s Δh, else None
     is_masked: bool
     is_dense: bool
 
@@ -357,7 +338,6 @@ class Edit(TensorTable):
             self.keep_masked(dense)
 
     def set_initial_value(self, name: str, value: torch.Tensor) -> None:
-        """Set the initial value of one tensor."""
         sparse = self.sparse_parameters().get(name)
         if sparse is not None:
             sparse.initialize(value)

@@ -17,10 +17,12 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from .._context import descends_from_import
-from ..compat import attention_implementation, backward_id, set_attention_implementation
+from ..anatomy.types import Anatomy
+from ..compat import attention_implementation, backward_id, remove_hooks, set_attention_implementation
 from ..errors import DeltuneError
 from .attention import PREFIX, prefix_implementation
 from .forward_pass import ForwardPass, PassLock, current_pass, innermost_pass, recomputation, run_in_pass
@@ -240,31 +242,25 @@ def run_to_completion(change: Callable[[], T]) -> T:
 
 
 class PassManager:
-    """The forward passes of one tuned model. Hooks ask it which delta each row uses.
+    """The forward passes of one tuned model. Hooks ask it which delta each row uses."""
 
-    Attributes:
-        default_assignment: What passes outside `rows()` and `disable()` use.
-        kept_assignments: Assignments of passes without gradients, by the delta of each row and the edits that are left
-            out.
-        delta_cache: Facts about deltas that every assignment of rows needs.
-        vocabulary: The path of the projection to the vocabulary while some attached delta acts at it, else None.
-        compiled_pass: The pass of torch.compile.
-        any_scopes: Whether any scope is open, for torch.compile, which cannot call `open_scopes`.
-        any_in_event_loop: Whether one of them was entered in an event loop.
-    """
-
-    def __init__(self, model: PreTrainedModel, state: ModelState, default_assignment: RowAssignment) -> None:
-        self.model, self.state, self.default_assignment = model, state, default_assignment
+    def __init__(
+        self, model: PreTrainedModel, anatomy: Anatomy, state: ModelState, default_assignment: RowAssignment
+    ) -> None:
+        self.model, self.anatomy, self.state = model, anatomy, state
+        self.default_assignment = default_assignment  # what passes outside `rows()` and `disable()` use
         self.attention_configs: list[tuple[Any, str | None]] = []
         self.has_prefixes = False
+        # the path of the projection to the vocabulary while some attached delta acts at it
         self.vocabulary: str | None = None
         self.modules = AttachedModules(model)
         self._reset()
 
     def _reset(self) -> None:
-        self.compiled_pass = ForwardPass(self, self.default_assignment)
+        self.compiled_pass = ForwardPass(self, self.default_assignment)  # of torch.compile
+        # of passes without gradients, by the delta of each row and the edits that are left out
         self.kept_assignments: dict[tuple[tuple[str | None, ...], frozenset[Edit] | None], RowAssignment] = {}
-        self.delta_cache = DeltaCache()
+        self.delta_cache = DeltaCache(self.anatomy, self.state)
         self._forget_threads(())
         _PASS_MANAGERS[id(self)] = self
 
@@ -276,6 +272,7 @@ class PassManager:
 
     def _set_scopes(self, scopes: Sequence[Scope]) -> None:
         self._scopes = tuple(map(weakref.ref, scopes))  # replaced, not changed: threads read it without the mutex
+        # for torch.compile, which cannot call `open_scopes`
         self.any_scopes, self.any_in_event_loop = len(scopes) > 0, any(scope.in_event_loop for scope in scopes)
 
     def open_scopes(self) -> list[Scope]:
@@ -593,6 +590,20 @@ class PassManager:
             raise DeltuneError(
                 f"{operation}: another thread or task is inside rows() or disable(), which must be left first"
             )
+
+
+class ModuleHook:
+    """Hooks of torch at one module of the model, and at others that belong to it."""
+
+    others: Sequence[nn.Module | None] = ()
+
+    def __init__(self, passes: PassManager, path: str) -> None:
+        self.passes, self.path, self.module = passes, path, passes.model.get_submodule(path)
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        for module in (self.module, *self.others):
+            remove_hooks(module, self)
 
 
 _PASS_MANAGERS: weakref.WeakValueDictionary[int, PassManager] = weakref.WeakValueDictionary()

@@ -19,11 +19,10 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from ..anatomy.inspection import inspect
 from ..anatomy.skeleton import structural_copy
 from ..anatomy.types import Anatomy, is_inside
-from ..compat import remove_hooks
 from ..errors import DeltuneError, unknown_name
 from ..files import write_json
 from ..models import POOLING_SWITCHES, POOLINGS, SENTENCE_POOLINGS, Pooling, fresh_tensors, sentence_modules
-from .pass_manager import PassManager
+from .pass_manager import ModuleHook, PassManager
 from .row_assignment import name_arguments, parameter_names
 
 
@@ -181,17 +180,17 @@ def write_sentence_model(
     save_file(values, folder / "2_Dense" / "model.safetensors", metadata={"format": "pt"})
 
 
-class PoolingHook:
+class PoolingHook(ModuleHook):
     """Replaces what the base model gives as `pooler_output`, for the rows whose delta says so."""
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        self.passes, self.base = passes, passes.model.get_submodule(path)
-        self.arguments = parameter_names(self.base)
+    def __init__(self, passes: PassManager, path: str) -> None:
+        super().__init__(passes, path)
+        self.arguments = parameter_names(self.module)
 
     def install(self) -> None:
         # before a prompt lengthens the mask, and after its rows were removed from the states
-        self.base.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
-        self.base.register_forward_hook(self.after)
+        self.module.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True)
+        self.module.register_forward_hook(self.after)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep the mask of the text."""
@@ -213,7 +212,3 @@ class PoolingHook:
             return type(output)((states, pooled, *output[2:]))
         output["pooler_output"] = pooled
         return output
-
-    def remove(self) -> None:
-        """Take the hook off its module."""
-        remove_hooks(self.base, self)

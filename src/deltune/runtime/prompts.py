@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..anatomy.types import Anatomy
-from ..compat import parameters_of, remove_hooks
+from ..compat import parameters_of
 from ..errors import DeltuneError
 from .cached_prompts import Identity, counted_columns, enter_stack, leave_stack, self_attention_cache
 from .modules import Edit
-from .pass_manager import PassManager
+from .pass_manager import ModuleHook, PassManager
 from .row_assignment import name_arguments, parameter_names, prompt_form
 from .rows import DeltaRows, forward_with, stack_by_row
 
@@ -33,29 +33,17 @@ Prompts = list[tuple[DeltaRows, list[Edit]]]
 
 @dataclass
 class PromptPass:
-    """The prompts put before the tokens in one pass, by which positions are shifted and outputs cut.
+    """The prompts put before the tokens in one pass, by which positions are shifted and outputs cut."""
 
-    Attributes:
-        identity: Which rows of the batch have which prompts.
-        length: The length of the longest prompt.
-        is_present: Which of the rows before the tokens belong to a prompt, (B, l), or None if all do.
-        shifts: Whether the rows take up positions, so that positions of the text are shifted.
-        added: The number of rows before the tokens: the length of the longest prompt, or 0 after the first step.
-        before: The number of tokens in the cache.
-        tokens: The number of new tokens.
-        cache: The cache that the caller gave, or None.
-        order: For each position what it holds, where rows and tokens were reordered.
-    """
-
-    identity: Identity
-    length: int
-    is_present: torch.Tensor | None
-    shifts: bool
-    added: int
-    before: int
-    tokens: int
-    cache: Any
-    order: torch.Tensor | None = None
+    identity: Identity  # which rows of the batch have which prompts
+    length: int  # the length of the longest prompt
+    is_present: torch.Tensor | None  # which of the rows before the tokens belong to a prompt, (B, l), or None if all do
+    shifts: bool  # whether the rows take up positions, so that positions of the text are shifted
+    added: int  # the number of rows before the tokens: the length of the longest prompt, or 0 after the first step
+    before: int  # the number of tokens in the cache
+    tokens: int  # the number of new tokens
+    cache: Any  # the cache that the caller gave, or None
+    order: torch.Tensor | None = None  # for each position what it holds, where rows and tokens were reordered
 
     @property
     def total(self) -> int:
@@ -63,7 +51,7 @@ class PromptPass:
         return self.added + self.tokens
 
 
-class PromptHook:
+class PromptHook(ModuleHook):
     """Applies the prompts in use at the first stack of a model.
 
     Every row of a batch has as many rows before its tokens as the longest prompt has; those that its own prompt lacks
@@ -71,17 +59,16 @@ class PromptHook:
     and at the right of any other, so that a row sees what it would see alone.
     """
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        model = passes.model
+    def __init__(self, passes: PassManager, path: str) -> None:
+        super().__init__(passes, path)
+        model, anatomy = passes.model, passes.anatomy
         stack = anatomy.stacks[0]
-        self.passes = passes
         self.causal = stack.causal
         self.words = model.get_submodule(stack.words or "")
         self.positions = model.get_submodule(stack.positions) if stack.positions else None
         # families count the places of a row, with padding at its left, or what its mask shows
         self.counts_shown = self.positions is not None and "attention_mask" in parameter_names(self.positions)
-        self.entry = model.get_submodule(path)
-        self.arguments = parameter_names(self.entry)
+        self.arguments = parameter_names(self.module)
         self.numbered = "position_ids" in self.arguments
         self.decoder: nn.Module | None = None
         self.exits: list[nn.Module] = []
@@ -90,9 +77,10 @@ class PromptHook:
             self.decoder_arguments = parameter_names(self.decoder)
         else:  # inside first: a pooler may follow
             self.exits = [model.get_submodule(path) for path in dict.fromkeys((stack.container, stack.entry))]
+        self.others = (self.positions, self.decoder, *self.exits)
 
     def install(self) -> None:
-        self.entry.register_forward_pre_hook(self.before, with_kwargs=True)
+        self.module.register_forward_pre_hook(self.before, with_kwargs=True)
         if self.positions is not None:
             self.positions.register_forward_pre_hook(self.before_positions, with_kwargs=True)
             self.positions.register_forward_hook(self.after_positions)
@@ -100,11 +88,6 @@ class PromptHook:
             self.decoder.register_forward_pre_hook(self.before_decoder, with_kwargs=True)
         for module in self.exits:
             module.register_forward_hook(self.after_stack)
-
-    def remove(self) -> None:
-        """Take the hook off its modules."""
-        for module in (self.entry, self.positions, self.decoder, *self.exits):
-            remove_hooks(module, self)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replace token ids by embeddings with the rows in front, and lengthen masks and positions."""
@@ -124,7 +107,8 @@ class PromptHook:
         length, identity = _longest(prompts), self.passes.assignment().prompt_identity
         cache = self_attention_cache(arguments.get("past_key_values"))
         columns = counted_columns(cache, identity, length)
-        is_present, shifts = _presence(prompts, batch, embeds.device), _shifts_positions(prompts)
+        is_present = _presence(prompts, batch, embeds.device)
+        shifts = all(prompt_form(edit).positions == "shift" for _, edits in prompts for edit in edits)
         added, before = (0, columns - length) if columns else (length, 0)
         prompt_pass = PromptPass(identity, length, is_present, shifts, added, before, tokens, cache)
         mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
@@ -186,7 +170,7 @@ class PromptHook:
         if is_present is not None:
             _refuse_mask("where rows have different prompts it needs a mask (B, n), not one prepared for each query")
         if slides or any(getattr(layer, "is_sliding", False) for layer in layers):
-            window = _window(self.entry)
+            window = _window(self.module)
             if fixed or length + text > window:
                 _refuse_mask(
                     "a mask that was prepared for sliding windows does not know its rows"
@@ -311,7 +295,7 @@ class PromptHook:
     def after_stack(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Remove the rows from the outputs."""
         prompt_pass = self.passes.current_pass().prompt
-        if prompt_pass is not None and module is self.entry:
+        if prompt_pass is not None and module is self.module:
             caches = [prompt_pass.cache, *(output if isinstance(output, tuple) else output.values())]
             cache = next((self_attention_cache(one) for one in caches if hasattr(one, "get_seq_length")), None)
             leave_stack(cache, prompt_pass.identity, prompt_pass.length)
@@ -355,12 +339,7 @@ def check_takes_prompts(model: PreTrainedModel, anatomy: Anatomy) -> None:
 
 
 def _longest(prompts: Prompts) -> int:
-    """The length of the longest prompt."""
     return max([0, *(sum(prompt_form(edit).length for edit in edits) for _, edits in prompts)])
-
-
-def _shifts_positions(prompts: Prompts) -> bool:
-    return all(prompt_form(edit).positions == "shift" for _, edits in prompts for edit in edits)
 
 
 def _presence(prompts: Prompts, size: int, device: torch.device) -> torch.Tensor | None:
@@ -476,22 +455,22 @@ def _lengthen_cache(cache: Any, length: int) -> None:
             layer.is_initialized = False  # the first write allocates it again, with the new length
 
 
-class PositionHook:
+class PositionHook(ModuleHook):
     """Shifts the positions of one stack's tokens by the length of the prefixes in use.
 
     If the model has a position table, the table is read from a later row on, however the family counts positions;
     otherwise position_ids are increased.
     """
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        stack = next(s for s in anatomy.stacks if s.entry == path)
-        self.passes, self.stack = passes, stack.name
+    def __init__(self, passes: PassManager, path: str) -> None:
+        super().__init__(passes, path)
+        stack = next(s for s in passes.anatomy.stacks if s.entry == path)
+        self.stack, self.arguments = stack.name, parameter_names(self.module)
         self.table = passes.model.get_submodule(stack.positions) if stack.positions else None
-        self.entry = passes.model.get_submodule(path)
-        self.arguments = parameter_names(self.entry)
+        self.others = (self.table,)
 
     def install(self) -> None:
-        self.entry.register_forward_pre_hook(self.before, with_kwargs=True)
+        self.module.register_forward_pre_hook(self.before, with_kwargs=True)
         if self.table is not None:
             # first, as a prompt's hook may put its rows before what is looked up
             self.table.register_forward_hook(self.looked_up, with_kwargs=True, prepend=True)
@@ -543,11 +522,6 @@ class PositionHook:
                 f"with shift_positions, {tokens} tokens and a prefix of {longest} take {tokens + longest} positions, "
                 f"and this model has {rows}; shorten the text or the prefix, or leave shift_positions out"
             )
-
-    def remove(self) -> None:
-        """Take the hook off its modules."""
-        for module in (self.entry, self.table):
-            remove_hooks(module, self)
 
 
 def position_count(table: nn.Module) -> int:

@@ -24,7 +24,6 @@ from ..methods.forms.prompt import Prompt
 from ..methods.masks import RowMask
 from ..methods.positions import ALL
 from ..methods.resolve import edit_conflicts
-from ..models import Pooling
 from .cached_prompts import identity_of
 from .model_state import ModelState
 from .modules import Delta, Edit, HeadLabels, ModuleCall, ReadInput, input_reader
@@ -56,23 +55,16 @@ Names = str | tuple[str, ...] | None
 
 @dataclass(frozen=True)
 class Use:
-    """What `use` and `rows` were told.
+    """What `use` and `rows` were told."""
 
-    Attributes:
-        names: What all rows use.
-        rows: What each row uses inside `rows()`; otherwise empty.
-        train: Which deltas train; None for all.
-        head: The delta whose head answers where several act together; None where one alone has a head that trains.
-    """
-
-    names: Names = None
-    rows: tuple[Names, ...] = ()
-    train: tuple[str, ...] | None = None
+    names: Names = None  # what all rows use
+    rows: tuple[Names, ...] = ()  # what each row uses inside `rows()`; otherwise empty
+    train: tuple[str, ...] | None = None  # which deltas train; None for all
+    # the delta whose head answers where several act together; None where one alone has a head that trains
     head: str | None = None
 
     @property
     def deltas(self) -> frozenset[str]:
-        """The names of all deltas in use."""
         return frozenset(name for names in (self.names, *self.rows) for name in each_name(names))
 
 
@@ -96,19 +88,13 @@ def checked_names(names: object, where: str) -> Names:
 
 @dataclass(frozen=True)
 class FusedEdits:
-    """Edits of the parts of a fused projection, whose output is split and concatenated once for all of them.
+    """Edits of the parts of a fused projection, whose output is split and concatenated once for all of them."""
 
-    Attributes:
-        groups: The number of equal blocks of the output.
-        ends: Where the parts of a block end, except for the last.
-        edits: The edits of each part, with the part's number.
-        multiplying: Whether all edits only scale. They are then applied to a vector of ones, and the output is
-            multiplied by the result.
-    """
-
-    groups: int
-    ends: tuple[int, ...]
-    edits: tuple[tuple[int, tuple[Edit, ...]], ...]
+    groups: int  # the number of equal blocks of the output
+    ends: tuple[int, ...]  # where the parts of a block end, except for the last
+    edits: tuple[tuple[int, tuple[Edit, ...]], ...]  # the edits of each part, with the part's number
+    # whether all edits only scale. They are then applied to a vector of ones, and the output is multiplied by the
+    # result.
     multiplying: bool
 
     @classmethod
@@ -280,22 +266,12 @@ class RowAssignment:
 
     Attributes:
         groups: The deltas in use, each with its rows.
-        used: What `use` or `rows` was told.
-        placed_delta: The delta whose tensors must be in the model's own slots during a pass, or None for the base's.
+        placed_delta: The delta whose tensors must be in the model's own slots during a pass, or None for the
+            base's.
         labels: The labels of the logits.
-        inputs: For each module, by path, the edits of other modules that read its input.
-        writes: The edits of a module's input or output, by path and side.
-        attention: The edits inside each attention, by path.
-        states: The edits that read all hidden states of a stack, by path of its container.
-        prompts: The prompts of each group.
         prompt_identity: Tells a cache that holds the rows of these prompts from others.
-        pooled: The groups whose head reads something else than the class's pooler gives.
-        shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
-        tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
-        prefixes: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
-        positions: What chooses the tokens of edits that do not act at all of them.
-        explicit_positions: Whether the caller gives positions and a mask of all columns of the cache, whose number then
-            says nothing about positions.
+        explicit_positions: Whether the caller gives positions and a mask of all columns of the cache, whose number
+            then says nothing about positions.
     """
 
     def __init__(
@@ -308,12 +284,16 @@ class RowAssignment:
     ) -> None:
         self.explicit_positions, left_out = left_out is not None, left_out or ()
         self.groups, self.placed_delta, self.labels = list(groups), placed_delta, labels
-        self.used = Use()
+        self.used = Use()  # what `use` or `rows` was told
         self.no_common_loss = self.unequal_labels = False
+        # the prefixes of all rows, by path of the attention, where no tensor changes; else None
         self.prefixes: dict[str, Any] | None = None
+        # for each module, by path, the edits of other modules that read its input
         self.inputs: dict[str, list[tuple[Edit, DeltaRows]]] = {}
-        self.attention: dict[str, list[tuple[Edit, DeltaRows]]] = {}
+        self.attention: dict[str, list[tuple[Edit, DeltaRows]]] = {}  # the edits inside each attention, by path
+        # the edits that read all hidden states of a stack, by path of its container
         self.states: dict[str, list[tuple[Edit, DeltaRows]]] = {}
+        # for each module, by path, how it runs with tensors of deltas instead of its own
         self.tensors: dict[str, TensorOverride] = {}
         written: dict[tuple[str, str], list[tuple[Edit, DeltaRows]]] = {}
         for edit, group in active_edits(self.groups):
@@ -329,15 +309,19 @@ class RowAssignment:
             elif target.side not in ("tokens", "weight"):
                 written.setdefault((target.path, target.side), []).append((edit, group))
         chosen = (edit.modification.positions for edit, _ in active_edits(self.groups) if edit not in left_out)
+        # what chooses the tokens of edits that do not act at all of them
         self.positions = tuple(dict.fromkeys(positions for positions in chosen if positions != ALL))
+        # the edits of a module's input or output, by path and side
         self.writes = {place: EditChain(edits, place, cache) for place, edits in written.items()}
         prompts = [
             (group, [e for e in group.all_edits() if e.place.target.side == "tokens" and e not in left_out])
             for group in self.groups
         ]
-        self.prompts = [(group, edits) for group, edits in prompts if edits]
+        self.prompts = [(group, edits) for group, edits in prompts if edits]  # the prompts of each group
         self.prompt_identity = identity_of(self.prompts)  # here, since torch.compile does not trace how they are named
+        # the groups whose head reads something else than the class's pooler gives
         self.pooled = [group for group in self.groups if group.pooling != "model"]
+        # by how much each group shifts the positions of a stack's tokens, by name of the stack
         self.shifts = _shifts(self.groups)
         if (
             not all_rows_alike(self.groups)
@@ -352,53 +336,40 @@ class RowAssignment:
 
     @classmethod
     def of_all(
-        cls,
-        use: Use,
-        deltas: Mapping[str, Delta],
-        base_labels: HeadLabels,
-        anatomy: Anatomy,
-        state: ModelState,
-        cache: DeltaCache,
-        left_out: Collection[Edit] | None = None,
+        cls, use: Use, base_labels: HeadLabels, cache: DeltaCache, left_out: Collection[Edit] | None = None
     ) -> RowAssignment:
         """Assign one delta to all rows, or several that act together."""
-        names = each_name(use.names)
-        chosen = tuple(deltas[name] for name in names)
-        frozen = frozenset(deltas[name] for name in names if use.train is not None and name not in use.train)
-        if len(chosen) > 1:
-            joint = _together(use.names, deltas, use.head, anatomy, state, cache)
-            group = DeltaRows(chosen, overrides=joint.overrides, frozen=frozen, pooling=joint.pooling)
-            assignment = cls([group], None, joint.labels or base_labels, left_out=left_out)
-            assignment.tensors = {state.paths[m]: SubstitutedTensors(getters) for m, getters in joint.overrides.items()}
-            assignment.used = use
-            return assignment
-        (delta,) = chosen
-        group = DeltaRows(chosen, frozen=frozen, pooling=delta.pooling)
-        assignment = cls([group], names[0], delta.labels or base_labels, left_out=left_out)
+        state, names = cache.state, each_name(use.names)
+        frozen = frozenset(state.delta(name) for name in names if use.train is not None and name not in use.train)
+        if len(names) > 1:
+            group, labels = _together(names, use.head, cache, frozen=frozen)
+            assignment = cls([group], None, labels or base_labels, left_out=left_out)
+            assignment.tensors = {state.paths[m]: SubstitutedTensors(getters) for m, getters in group.overrides.items()}
+        else:
+            delta = state.delta(names[0])
+            group = DeltaRows((delta,), frozen=frozen, pooling=delta.pooling)
+            assignment = cls([group], names[0], delta.labels or base_labels, left_out=left_out)
+            changed: dict[nn.Module, dict[str, list[Change]]] = {}
+            for (module, leaf), (_, changes) in _changes_of(state, delta).items():
+                changed.setdefault(module, {})[leaf] = changes
+            assignment.tensors = {state.paths[module]: ChangedTensors(parts) for module, parts in changed.items()}
         assignment.used = use
-        changed: dict[nn.Module, dict[str, list[Change]]] = {}
-        for (module, leaf), (_, changes) in _changes_of(state, delta).items():
-            changed.setdefault(module, {})[leaf] = changes
-        assignment.tensors = {state.paths[module]: ChangedTensors(parts) for module, parts in changed.items()}
         return assignment
 
     @classmethod
     def of_rows(
         cls,
         use: Use,
-        deltas: Mapping[str, Delta],
         base_labels: HeadLabels,
-        anatomy: Anatomy,
-        state: ModelState,
         cache: DeltaCache,
         constant: bool = False,
         left_out: Collection[Edit] | None = None,
     ) -> RowAssignment:
         """Assign a delta, or several that act together, to each row."""
-        groups, heads = _group_rows(use, deltas, anatomy, state, cache)
+        groups, heads = _group_rows(use, cache)
         labels = [head or base_labels for head in heads]
         labels += [base_labels] if None in use.rows else []
-        if not anatomy.head:
+        if not cache.anatomy.head:
             labels = [base_labels]
         widest = max(labels, key=lambda head: len(head.id2label))
         shared = AssignmentCache(constant, cache.stacks)
@@ -408,7 +379,7 @@ class RowAssignment:
         assignment.no_common_loss = (1 in sizes and len(sizes) > 1) or len(kinds - {None}) > 1
         assignment.unequal_labels = len(sizes) > 1
         modules = dict.fromkeys(module for group in groups for module in group.overrides)
-        assignment.tensors = {state.paths[module]: override_by_row(module, groups, shared) for module in modules}
+        assignment.tensors = {cache.state.paths[m]: override_by_row(m, groups, shared) for m in modules}
         assignment.prefixes = {} if constant else None
         return assignment
 
@@ -485,27 +456,21 @@ def owning_modules(anatomy: Anatomy, tensor: str) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class DeltaFacts:
-    """What every assignment of rows needs to know of a delta.
+    """What every assignment of rows needs to know of a delta."""
 
-    Attributes:
-        shared: The tensors of the delta that all rows of a batch share.
-        not_by_row: The modules that it changes whose tensors do not have the rows of the batch as their first axis.
-        overrides: Its own values of the model's tensors, by the modules that hold them.
-    """
-
-    shared: tuple[str, ...]
+    shared: tuple[str, ...]  # the tensors of the delta that all rows of a batch share
+    # the modules that it changes whose tensors do not have the rows of the batch as their first axis
     not_by_row: tuple[str, ...]
-    overrides: dict[nn.Module, TensorGetters]
+    overrides: dict[nn.Module, TensorGetters]  # its own values of the model's tensors, by the modules that hold them
 
 
 class DeltaCache:
-    """Facts about deltas that every assignment of rows needs, each kept until its delta is detached.
+    """Facts about a model and its deltas that every assignment of rows needs, each kept until its delta is detached."""
 
-    Attributes:
-        stacks: The stacked tensors of the edits of deltas that were in a batch together, for passes without gradients.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, anatomy: Anatomy, state: ModelState) -> None:
+        self.anatomy, self.state = anatomy, state
+        # the stacked tensors of the edits of deltas that were in a batch together, for passes without
+        # gradients
         self.stacks: dict[tuple[str, str], EditStack] = {}
         self._of: dict[Delta, DeltaFacts] = {}
 
@@ -516,8 +481,8 @@ class DeltaCache:
             if any(delta in deltas for deltas in stack.number_of):
                 del self.stacks[place]
 
-    def of(self, delta: Delta, anatomy: Anatomy, state: ModelState) -> DeltaFacts:
-        """Return the facts about a delta."""
+    def of(self, name: str) -> DeltaFacts:
+        delta, anatomy = self.state.delta(name), self.anatomy
         if delta not in self._of:
             names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
             by_token = {tensor.name for tensor, mask in delta.planned.masked if isinstance(mask, RowMask)}
@@ -529,7 +494,7 @@ class DeltaCache:
                 and t.area != "head"
             )
             not_by_row = _modules_not_by_row(delta, names, anatomy)
-            self._of[delta] = DeltaFacts(shared, not_by_row, _overrides_of(state, delta))
+            self._of[delta] = DeltaFacts(shared, not_by_row, _overrides_of(self.state, delta))
         return self._of[delta]
 
 
@@ -543,21 +508,6 @@ def _modules_not_by_row(delta: Delta, names: Iterable[str], anatomy: Anatomy) ->
         if edit.place.target.side == "states":
             changed += [layer.path for part in parts for layer in part.layers if is_inside(layer.path, target)]
     return tuple(dict.fromkeys(path for part in parts for path in part.not_by_row if path in {*changed}))
-
-
-@dataclass(frozen=True)
-class JointOverrides:
-    """What deltas that act together have in place of the model's own.
-
-    Attributes:
-        labels: The labels of the head that answers; None for the model's own.
-        pooling: What that head reads.
-        overrides: The values of parameters of modules, by module and name.
-    """
-
-    labels: HeadLabels | None
-    pooling: Pooling
-    overrides: Mapping[nn.Module, TensorGetters]
 
 
 def head_of(names: tuple[str, ...], deltas: Mapping[str, Delta], head: str | None) -> str | None:
@@ -579,13 +529,23 @@ def head_of(names: tuple[str, ...], deltas: Mapping[str, Delta], head: str | Non
 
 
 def _together(
-    names: Names, deltas: Mapping[str, Delta], head: str | None, anatomy: Anatomy, state: ModelState, cache: DeltaCache
-) -> JointOverrides:
-    """Return what the deltas of a row have in place of the model's own: W + Σ (W_i - W) where several have a W_i."""
-    some = each_name(names)
+    some: tuple[str, ...],
+    head: str | None,
+    cache: DeltaCache,
+    rows: tuple[int, ...] | None = None,
+    size: int = 0,
+    frozen: frozenset[Delta] = frozenset(),
+) -> tuple[DeltaRows, HeadLabels | None]:
+    """Return the group of rows that use some deltas, and the labels of the head that answers; None for the model's own.
+
+    In place of the model's own tensors they have W + Σ (W_i - W) where several deltas have a W_i.
+    """
+    anatomy, state = cache.anatomy, cache.state
+    deltas = {name: state.delta(name) for name in some}
+    make = partial(DeltaRows, tuple(deltas.values()), rows, size, frozen=frozen)
     if len(some) == 1:
         delta = deltas[some[0]]
-        return JointOverrides(delta.labels, delta.pooling, cache.of(delta, anatomy, state).overrides)
+        return make(overrides=cache.of(some[0]).overrides, pooling=delta.pooling), delta.labels
     answering = head_of(some, deltas, head)
     problems = list(edit_conflicts(edit for name in some for edit in deltas[name].planned.edits))
     values: dict[tuple[nn.Module, str], list[Callable[[], torch.Tensor]]] = {}
@@ -598,7 +558,7 @@ def _together(
                 f"{name!r} ({delta.method!r}) trains {first_names(directly, 2)}, which the model reads directly and "
                 "not by calling its module: merge it, and load the others on the merged model"
             )
-        for module, getters in cache.of(delta, anatomy, state).overrides.items():
+        for module, getters in cache.of(name).overrides.items():
             for leaf, value in getters.items():
                 if name == answering or (module, leaf) not in of_head:
                     values.setdefault((module, leaf), []).append(value)
@@ -609,8 +569,8 @@ def _together(
         summed = partial(_sum_of_changes, partial(state.base_parameter, module, leaf), each)
         overrides.setdefault(module, {})[leaf] = each[0] if len(each) == 1 else summed
     if answering is None:
-        return JointOverrides(None, "model", overrides)
-    return JointOverrides(deltas[answering].labels, deltas[answering].pooling, overrides)
+        return make(overrides=overrides), None
+    return make(overrides=overrides, pooling=deltas[answering].pooling), deltas[answering].labels
 
 
 def _sum_of_changes(base: Callable[[], Any], values: Sequence[Callable[[], torch.Tensor]]) -> torch.Tensor:
@@ -619,17 +579,14 @@ def _sum_of_changes(base: Callable[[], Any], values: Sequence[Callable[[], torch
     return sum((value() - whole for value in values), whole)
 
 
-def _group_rows(
-    use: Use, deltas: Mapping[str, Delta], anatomy: Anatomy, state: ModelState, cache: DeltaCache
-) -> tuple[list[DeltaRows], list[HeadLabels | None]]:
+def _group_rows(use: Use, cache: DeltaCache) -> tuple[list[DeltaRows], list[HeadLabels | None]]:
     """Return the groups of rows that use the same, and the labels of each group's head."""
     unique = dict.fromkeys(names for names in use.rows if names is not None)
     problems: list[str] = []
     groups: list[DeltaRows] = []
     labels: list[HeadLabels | None] = []
     for name in dict.fromkeys(name for names in unique for name in each_name(names)):
-        delta = deltas[name]
-        facts = cache.of(delta, anatomy, state)
+        delta, facts = cache.state.delta(name), cache.of(name)
         shared = facts.shared
         if facts.not_by_row and not shared:
             problems.append(
@@ -652,14 +609,12 @@ def _group_rows(
         rows = tuple(i for i, other in enumerate(use.rows) if other == names)
         some = each_name(names)
         try:
-            head = use.head if use.head in some else None
-            joint = _together(names, deltas, head, anatomy, state, cache)
+            group, of_head = _together(some, use.head if use.head in some else None, cache, rows, len(use.rows))
         except DeltuneError as error:
             problems.append(str(error))
         else:
-            chosen = tuple(deltas[name] for name in some)
-            groups.append(DeltaRows(chosen, rows, len(use.rows), joint.overrides, pooling=joint.pooling))
-            labels.append(joint.labels)
+            groups.append(group)
+            labels.append(of_head)
     if problems:
         raise error_from_problems("these deltas cannot be used in one batch", problems)
     return groups, labels

@@ -66,29 +66,19 @@ def _made_once(made: Indices, size: int, device: torch.device, make: Callable[[]
 
 @dataclass(eq=False)
 class DeltaRows:
-    """Deltas that act together, mostly one, and the rows of the batch that use them.
+    """Deltas that act together, mostly one, and the rows of the batch that use them."""
 
-    Attributes:
-        deltas: The deltas, in the order in which they act.
-        rows: The numbers of the rows, or None for all rows.
-        batch_size: The number of rows of the batch; 0 where all rows use the deltas.
-        overrides: Where only some rows use the deltas, or several act together, their own values of the parameters of
-            modules.
-        frozen: Those of the deltas that do not train.
-        pooling: What the head reads.
-    """
-
-    deltas: tuple[Delta, ...]
-    rows: tuple[int, ...] | None = None
-    batch_size: int = 0
+    deltas: tuple[Delta, ...]  # the deltas, in the order in which they act
+    rows: tuple[int, ...] | None = None  # the numbers of the rows, or None for all rows
+    batch_size: int = 0  # the number of rows of the batch; 0 where all rows use the deltas
+    # where only some rows use the deltas, or several act together, their own values of the parameters of modules
     overrides: Mapping[nn.Module, TensorGetters] = field(default_factory=dict)
-    frozen: frozenset[Delta] = frozenset()
-    pooling: Pooling = "model"
+    frozen: frozenset[Delta] = frozenset()  # those of the deltas that do not train
+    pooling: Pooling = "model"  # what the head reads
     _indices: Indices = field(default_factory=dict)
 
     @property
     def trained(self) -> list[Delta]:
-        """The deltas that train."""
         return [delta for delta in self.deltas if delta not in self.frozen]
 
     def all_edits(self) -> Iterator[Edit]:
@@ -123,7 +113,6 @@ class DeltaRows:
         return self.rows is not None and self.rows[-1] - self.rows[0] + 1 == len(self.rows)
 
     def select(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return these rows of a tensor."""
         if self.rows is None:
             return whole
         index = self.index(whole.shape[0], whole.device)
@@ -132,7 +121,6 @@ class DeltaRows:
         return whole.index_select(0, index)
 
     def replace(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Return the tensor with these rows replaced by `part`."""
         if self.rows is None:
             return part
         return whole.index_copy(0, self.index(whole.shape[0], whole.device), part)
@@ -183,7 +171,6 @@ def stack_by_row(
 
 
 def active_edits(groups: Sequence[DeltaRows]) -> list[tuple[Edit, DeltaRows]]:
-    """The edits of all groups, each with its group."""
     return [(edit, group) for group in groups for edit in group.all_edits()]
 
 
@@ -349,7 +336,8 @@ class ModuleByRow:
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the output of all rows; where deltas have heads of other numbers of labels, padded to the widest."""
         width = max(part.shape[-1] for part in parts)
-        padded = torch.cat([_pad_logits(part, width) for part in parts])
+        pad = partial(nn.functional.pad, value=-torch.inf)
+        padded = torch.cat([pad(part, (0, width - part.shape[-1])) for part in parts])
         size, device = len(padded), padded.device
 
         def make_order() -> torch.Tensor:
@@ -455,8 +443,3 @@ def may_change_views(groups: Sequence[DeltaRows], whole: torch.Tensor) -> bool:
     if whole.numel() < MANY_NUMBERS * len(groups) or torch.is_autocast_enabled(whole.device.type):
         return False
     return all(group.selects_view for group in groups)
-
-
-def _pad_logits(logits: torch.Tensor, width: int) -> torch.Tensor:
-    """Pad logits to `width` labels with -inf."""
-    return nn.functional.pad(logits, (0, width - logits.shape[-1]), value=-torch.inf)

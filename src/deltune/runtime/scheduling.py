@@ -57,13 +57,7 @@ class _PenaltyGradient:
 
 
 class ScheduleState(nn.Module):
-    """The schedule of one term and its state.
-
-    Attributes:
-        edits: The edits of the term.
-        trained: Whether a gradient has come.
-        missing: The parameters whose penalty was not yet added in this step.
-    """
+    """The schedule of one term and its state."""
 
     steps: torch.Tensor
     is_final: torch.Tensor
@@ -72,9 +66,9 @@ class ScheduleState(nn.Module):
         super().__init__()
         self.__dict__.update(schedule=schedule, edits=list(edits))
         self.schedule: Schedule
-        self.edits: list[nn.Module]
-        self.trained = False
-        self.missing: set[tuple[int, str]] = set()
+        self.edits: list[nn.Module]  # the edits of the term
+        self.trained = False  # whether a gradient has come
+        self.missing: set[tuple[int, str]] = set()  # the parameters whose penalty was not yet added in this step
         self.watch_of_advance = AdvanceWatch()
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("is_final", torch.zeros((), dtype=torch.bool))
@@ -114,11 +108,9 @@ class ScheduleState(nn.Module):
 
     @torch.no_grad()
     def has_penalty(self) -> bool:
-        """Whether the schedule has a penalty."""
         return any(self.schedule.penalty(self.parameters_at(number)) is not None for number in range(len(self.edits)))
 
     def penalty_gradient(self, number: int, name: str) -> torch.Tensor:
-        """Return the gradient of the penalty for one parameter."""
         with torch.enable_grad():
             tensors = {n: p.detach().requires_grad_(n == name) for n, p in self.parameters_at(number).items()}
             penalty = self.schedule.penalty(tensors)

@@ -240,7 +240,6 @@ def delta_folder(folder: str | Path) -> Path:
 
 
 def _no_folder(path: Path) -> DeltuneError:
-    """The error for a path that is not a folder."""
     shown = excerpt(str(path), MAX_NAME_LENGTH)
     if path.exists():
         return DeltuneError(
@@ -262,22 +261,14 @@ def read_metadata(folder: str | Path) -> DeltaMetadata:
 
 @dataclass(frozen=True)
 class SavedDelta:
-    """A delta's folder before its tensors are read.
-
-    Attributes:
-        where: The folder.
-        facts: The contents of delta.json.
-        tensors: The names, types and shapes in delta.safetensors, which agree with delta.json.
-        raw: The bytes of delta.safetensors, where it is small; a long file is read in parts.
-    """
+    """A delta's folder before its tensors are read."""
 
     where: Path
-    facts: DeltaMetadata
-    tensors: dict[str, TensorInfo]
-    raw: bytes | None
+    facts: DeltaMetadata  # the contents of delta.json
+    tensors: dict[str, TensorInfo]  # the names, types and shapes in delta.safetensors, which agree with delta.json
+    raw: bytes | None  # the bytes of delta.safetensors, where it is small; a long file is read in parts
 
     def numbers(self) -> dict[str, torch.Tensor]:
-        """Read the tensors."""
         path = self.where / NUMBERS
         digest = file_sha256(path) if self.raw is None else hashlib.sha256(self.raw).hexdigest()
         if digest != self.facts.sha256:

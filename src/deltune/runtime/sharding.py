@@ -87,7 +87,6 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a model is sharded by FSDP2."""
     return bool(sharded_modules(model))
 
 

@@ -68,12 +68,7 @@ def can_stack(edits: Sequence[Edit]) -> bool:
 
 
 class _Product:
-    """The edits h + s Δh, Δh = f(u Dᵀ + d) Uᵀ + e, that read the same u.
-
-    Attributes:
-        others: For each delta which ranks are not its own, (deltas + 1, Σ r).
-        is_finite: Whether zeros in place of other deltas' values remove all that these add.
-    """
+    """The edits h + s Δh, Δh = f(u Dᵀ + d) Uᵀ + e, that read the same u."""
 
     def __init__(self, edits: Sequence[tuple[int, Edit]], deltas: int, h: torch.Tensor) -> None:
         def activation(part: tuple[int, Edit, TwoLayers]) -> str:
@@ -87,6 +82,7 @@ class _Product:
         ranks = [layers.down.shape[0] for _, _, layers in parts]
         owners = torch.tensor([number for number, _, _ in parts], device=h.device)
         owners = owners.repeat_interleave(torch.tensor(ranks, device=h.device))
+        # for each delta which ranks are not its own, (deltas + 1, Σ r)
         self.others = torch.arange(deltas + 1, device=h.device)[:, None] != owners
         self.down_bias: torch.Tensor | None = None
         if any(layers.down_bias is not None for _, _, layers in parts):
@@ -107,6 +103,7 @@ class _Product:
             start, end = end, end + sum(layers.down.shape[0] for _, _, layers in same)
             if name != "identity":
                 self.activations.append((name, slice(start, end)))
+        # whether zeros in place of other deltas' values remove all that these add
         self.is_finite = bool(self.up.isfinite().all())
 
     def before_up(self, u: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
@@ -118,16 +115,11 @@ class _Product:
 
 
 class EditStack:
-    """The tensors of several deltas' edits of one tensor, stacked.
-
-    Attributes:
-        edits: The same.
-        number_of: The number of the deltas that act together, mostly one, counted from 1.
-        is_finite: Whether nothing of a delta can reach the rows of others.
-    """
+    """The tensors of several deltas' edits of one tensor, stacked."""
 
     def __init__(self, edits: Mapping[tuple[Delta, ...], Sequence[Edit]], h: torch.Tensor) -> None:
         self.edits, self.like = dict(edits), _facts(h)
+        # the number of the deltas that act together, mostly one, counted from 1
         self.number_of = {deltas: number for number, deltas in enumerate(edits, start=1)}
         products: dict[tuple[int, str | None], list[tuple[int, Edit]]] = {}
         self.gain: torch.Tensor | None = None
@@ -147,6 +139,7 @@ class EditStack:
             [_Product(some, len(edits), h) for (stage, _), some in products.items() if stage == of_stage]
             for of_stage in (_ADDITION, _LATE_ADDITION)
         )
+        # whether nothing of a delta can reach the rows of others
         self.is_finite = all(product.is_finite for product in (*self.before, *self.after))
 
     def has(self, groups: Collection[tuple[Delta, ...]], h: torch.Tensor) -> bool:

@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..anatomy.types import Anatomy
-from ..compat import remove_hooks
 from ..errors import DeltuneError
 from ..methods.positions import chosen_tokens
 from .cached_prompts import self_attention_cache
 from .forward_pass import ForwardPass
-from .pass_manager import PassManager
+from .pass_manager import ModuleHook, PassManager
 from .prompts import texts_of_rows
 from .row_assignment import name_arguments, parameter_names
 
@@ -27,16 +25,16 @@ _MARK = "deltune_invoked"
 """The attribute of a cache that has which of its rows (B,) were invoked, by the sequence."""
 
 
-class TokensHook:
+class TokensHook(ModuleHook):
     """Finds, before a stack runs, which of its tokens the modifications in use act at."""
 
-    def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
-        self.passes, self.entry = passes, passes.model.get_submodule(path)
-        self.arguments = parameter_names(self.entry)
+    def __init__(self, passes: PassManager, path: str) -> None:
+        super().__init__(passes, path)
+        self.arguments = parameter_names(self.module)
 
     def install(self) -> None:
-        self.entry.register_forward_pre_hook(self.before, with_kwargs=True)
-        self.entry.register_forward_hook(self.after, with_kwargs=True)
+        self.module.register_forward_pre_hook(self.before, with_kwargs=True)
+        self.module.register_forward_hook(self.after, with_kwargs=True)
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the pass which tokens (B, n) each choice of positions has."""
@@ -97,9 +95,6 @@ class TokensHook:
         cache = next((self_attention_cache(one) for one in caches if hasattr(one, "get_seq_length")), None)
         if cache is not None:
             setattr(cache, _MARK, getattr(cache, _MARK, {}) | invoked)
-
-    def remove(self) -> None:
-        remove_hooks(self.entry, self)
 
 
 def _generation(this_pass: ForwardPass) -> ForwardPass | None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from ..config import MAX_COUNT, CommaSeparated, Layout, Section, option
 from ..errors import error_from_problems, excerpt, validation_problems
@@ -164,10 +164,8 @@ class RaySection(Section):
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
-class ServeConfig(BaseModel):
+class ServeConfig(Section):
     """Everything that `deltune serve` can be told."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: ModelSection
     deltas: DeltasSection = DeltasSection()

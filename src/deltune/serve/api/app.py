@@ -11,7 +11,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI
@@ -29,7 +29,10 @@ from ..config import LOCAL_HOSTS, LimitsSection, ServeConfig
 from ..errors import EngineClosed
 from . import delta_routes, operation_routes, routes
 from .errors import ApiError, ClientDisconnected, api_error, error_response
-from .service import GIVEN_UP, Engine, RequestFacts, Service
+from .service import GIVEN_UP, RequestFacts, Service
+
+if TYPE_CHECKING:
+    from .service import Engine
 
 logger = logging.getLogger("deltune.serve")
 

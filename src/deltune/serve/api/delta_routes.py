@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,20 +76,10 @@ def as_json(service: Service, delta: DeltaInfo) -> dict[str, Any]:
         if folder.is_relative_to(one):
             folder = folder.relative_to(one)
             break
-    return {
-        "name": delta.name,
-        "folder": str(folder),
-        "method": delta.method,
-        "parameters": delta.parameters,
-        "tasks": list(delta.tasks),
-        "labels": list(delta.labels),
-        "max_length": delta.max_length,
-        "version": delta.version,
-        "loaded": delta.loaded,
-        "bytes": delta.bytes,
-        "loaded_at": delta.loaded_at,
-        "error": without_folder(delta.error, service.hidden_folder) if delta.error else None,
-    }
+    facts = asdict(delta)
+    del facts["requested"]
+    error = without_folder(delta.error, service.hidden_folder) if delta.error else None
+    return facts | {"folder": str(folder), "error": error}
 
 
 def listed(service: Service, tenant: Tenant) -> Response:

@@ -52,10 +52,14 @@ def _unused(description: str) -> Any:
     return Field(None, description=f"{description}; accepted and not used")
 
 
-class RequestBody(BaseModel):
-    """Fields that every request may have."""
+class Part(BaseModel):
+    """A request or a part of one, which has no fields that are not known here."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RequestBody(Part):
+    """Fields that every request may have."""
 
     model: str = Field(
         min_length=1, max_length=400, description="the name of a delta, or of the base model; /v1/models lists them"
@@ -124,10 +128,8 @@ class SamplingBody(RequestBody):
         )
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """Contents of a stream beside the tokens."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     include_usage: bool = Field(False, description="true: a last event with the number of tokens [false]")
 
@@ -201,19 +203,15 @@ def _check_arguments(text: str) -> str:
     raise ValueError("arguments are a JSON object, as a text")
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Part):
     """A function that an answer has called."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1, max_length=256, description="its name")
     arguments: Annotated[str, AfterValidator(_check_arguments)] = Field(description="its arguments, JSON as a text")
 
 
-class MadeCall(BaseModel):
+class MadeCall(Part):
     """A call of a tool that an answer has made."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str = Field(description="its id, which the answer of the tool repeats")
     type: Literal["function"] = Field("function", description='only "function" is supported')
@@ -221,10 +219,8 @@ class MadeCall(BaseModel):
     index: int | None = _unused("its place in a stream")
 
 
-class Message(BaseModel):
+class Message(Part):
     """A message of a chat."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(description="who has written it")
     content: Text | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = Field(
@@ -264,10 +260,8 @@ class Message(BaseModel):
         return {"role": self.role, "content": content, **{k: v for k, v in more.items() if v is not None}}
 
 
-class ToolFunction(BaseModel):
+class ToolFunction(Part):
     """A function that the model may call."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$", description="its name")
     description: str | None = Field(None, description="what it does")
@@ -275,10 +269,8 @@ class ToolFunction(BaseModel):
     strict: Annotated[bool | None, _only(False)] = Field(None, description="only false is supported")
 
 
-class Tool(BaseModel):
+class Tool(Part):
     """A tool that the model may call."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["function"] = Field(description='only "function" is supported')
     function: ToolFunction = Field(description="the function")
@@ -291,10 +283,8 @@ class Tool(BaseModel):
         return {"type": self.type, "function": inner}
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Part):
     """A JSON schema of an answer."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str | None = _unused("its name")
     description: str | None = _unused("what it describes")
@@ -302,10 +292,8 @@ class JsonSchema(BaseModel):
     strict: bool | None = _unused("every answer keeps to the schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """The form of an answer."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     type: Literal["text", "json_object", "json_schema"] = Field(
         description="text for any answer, json_object for a JSON object, json_schema for one that keeps to json_schema"
@@ -407,10 +395,8 @@ class GenerateBody(StreamBody):
     input: Inputs = Field(description="a text, a list of texts, a list of token ids, or a list of such lists")
 
 
-class LoadBody(BaseModel):
+class LoadBody(Part):
     """Load a delta of any method, as in vLLM."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     lora_name: str = Field(min_length=1, max_length=200, pattern=NAME, description="what clients will call the delta")
     lora_path: str = Field(min_length=1, max_length=4096, description="its folder, below the server's folder of deltas")
@@ -418,19 +404,15 @@ class LoadBody(BaseModel):
     load_inplace: bool | None = Field(None, description="true: replace a delta of this name")
 
 
-class UnloadBody(BaseModel):
+class UnloadBody(Part):
     """Take a delta out, as in vLLM."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     lora_name: str = Field(min_length=1, max_length=200, description="the name of the delta")
     lora_int_id: int | None = _unused("a number of vLLM's")
 
 
-class DeltaBody(BaseModel):
+class DeltaBody(Part):
     """Load a delta, or replace the one of its name."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(min_length=1, max_length=200, pattern=NAME, description="what clients will call the delta")
     folder: str | None = Field(

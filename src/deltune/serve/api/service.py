@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -21,13 +21,19 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import excerpt, unknown_name
 from ..config import ServeConfig
-from ..engine.requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
+from ..engine.requests import DeltaInfo
 from ..errors import EngineClosed
 from .errors import ApiError, ClientDisconnected, without_folder
 from .managing import Management
 from .metrics import Metrics
 from .schemas import INNER_BODIES
 from .tenants import KeyFile, RateLimits, Tenant, everybody
+
+if TYPE_CHECKING:
+    from ..engine.server import Server
+    from ..replicas import Replicas
+
+    Engine = Server | Replicas
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
@@ -50,27 +56,6 @@ MAX_MISTAKES = 1000
 """Mistakes of a request that are looked at one by one."""
 PARSED_AT_ONCE = 64 << 10
 """Bytes of a request that are parsed while others wait; a longer one is parsed in a thread."""
-
-
-class Engine(Protocol):
-    """The engine of the HTTP layer: `deltune.serve.engine.server.Server`, or replicas of it on Ray."""
-
-    def asubmit(self, request: Request) -> Coroutine[Any, Any, Answer]: ...
-    def astream(self, request: Request) -> AsyncIterator[TokenChoice | Answer]: ...
-    def load(
-        self, name: str, folder: Path | None = None, timeout: float | None = None, *, replace: bool = True
-    ) -> DeltaInfo: ...
-    def unload(self, name: str) -> None: ...
-    def refresh(self, timeout: float | None = None) -> list[DeltaInfo]: ...
-    def deltas(self) -> list[DeltaInfo]: ...
-    def has(self, name: str) -> bool: ...
-    def ignored_folders(self) -> dict[str, str]: ...
-    def unloaded(self) -> list[str]: ...
-    def base_tasks(self) -> tuple[Task, ...]: ...
-    def stats(self) -> EngineStats: ...
-    def take_usage(self) -> dict[str, int]: ...
-    def is_alive(self) -> bool: ...
-    def close(self, drain: float = 30.0) -> None: ...
 
 
 @dataclass

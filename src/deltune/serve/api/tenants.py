@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
+from ...config import Section
 from ...errors import DeltuneError, error_from_problems, excerpt, unknown_name, validation_problems
 from ...files import atomic_open, explain_write_errors, file_lock, find_file, parse_json_object, user_path
 from ..config import LimitsSection, Rate
@@ -35,10 +36,8 @@ LOOK_AGAIN = 1.0
 """Seconds after which the file is looked at again, so that a key can be made or revoked while the server runs."""
 
 
-class StoredKey(BaseModel):
+class StoredKey(Section):
     """A key as the file has it: from this nobody can make the key."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]  # the part of the key that is no secret
     salt: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # random digits that were hashed with the secret
@@ -46,10 +45,8 @@ class StoredKey(BaseModel):
     created: float = 0.0  # when it was made, in seconds since the epoch
 
 
-class Tenant(BaseModel):
+class Tenant(Section):
     """A client of the server: its keys, its rights and its rates."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Annotated[str, Field(pattern=f"^{TENANT_PATTERN}$")]  # the name, as logs and metrics have it
     # patterns of the names of deltas that it may use, such as `acme-*`
@@ -66,9 +63,7 @@ class Tenant(BaseModel):
         return any(fnmatch.fnmatchcase(delta, pattern) for pattern in self.deltas)
 
 
-class KeyFileContents(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class KeyFileContents(Section):
     tenants: tuple[Tenant, ...] = ()
 
 

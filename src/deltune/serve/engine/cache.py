@@ -83,7 +83,6 @@ class PromptCountingCache(Cache):
 
 
 def new_cache() -> Cache:
-    """Return an empty cache."""
     return PromptCountingCache(layer_class_to_replicate=PreallocatedLayer)
 
 

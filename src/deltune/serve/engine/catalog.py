@@ -83,10 +83,6 @@ class Catalog:
 
     Of every entry there is a version in memory, or it is known what its files say, or why they were refused. Files are
     read by those who look at the directory or load a delta, and by nobody who asks.
-
-    Attributes:
-        root: The same.
-        entries: The deltas by name. A change replaces it, since another thread may be going through it.
     """
 
     def __init__(
@@ -97,6 +93,7 @@ class Catalog:
         lock: threading.RLock,
     ) -> None:
         self.root = root
+        # a change replaces it, since another thread may be going through it
         self.entries = {
             name: Entry(name, None, state=State.SERVING, current=loaded) for name, loaded in attached.items()
         }

@@ -40,10 +40,11 @@ def pass_overhead(device: torch.device) -> int:
     return PASS_OVERHEAD.get(device.type, PASS_OVERHEAD["cuda"])
 
 
-@dataclass(frozen=True)
+@dataclass
 class LaneContext:
-    """Functions and counters that all lanes of an engine share."""
+    """Limits, functions and counters that all lanes of an engine share."""
 
+    limits: BatchLimits  # how large batches are
     share: FairShare  # the counters of the tenants
     start: Callable[[Job], None]  # is called with requests whose first batch begins
     finish: Callable[[Job, Answer | BaseException], None]  # is called once for each request, with its answer or error
@@ -52,13 +53,13 @@ class LaneContext:
 class EncodingLane:
     """Requests that may share a pass of an encoder."""
 
-    def __init__(
-        self, backbone: Backbone, task: str, side: Side | None, limits: BatchLimits, context: LaneContext
-    ) -> None:
-        self.backbone, self.task, self.side, self.limits, self.context = backbone, task, side, limits, context
+    def __init__(self, backbone: Backbone, task: str, side: Side | None, context: LaneContext) -> None:
+        self.backbone, self.task, self.side = backbone, task, side
+        self.limits, self.context = context.limits, context
         self.queue: FairQueue[Job] = FairQueue(context.share)
         tokenizer_pad = getattr(backbone.model.config.get_text_config(), "pad_token_id", None)
         self.overhead = pass_overhead(backbone.device)
+        self.options = {"use_cache": False} if "use_cache" in backbone.arguments else {}
         self.pad = 0 if tokenizer_pad is None else int(tokenizer_pad)
         self.speed = math.inf
         """Tokens a second, the overhead of a pass included; of the last passes, the later ones counting more."""
@@ -127,8 +128,7 @@ class EncodingLane:
         return [answer(job, outputs[row][begins[row] :]) for row, job in enumerate(jobs)]
 
     def _logits(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        options = {"use_cache": False} if "use_cache" in self.backbone.arguments else {}
-        logits: torch.Tensor = self.backbone.model(**inputs, **options).logits
+        logits: torch.Tensor = self.backbone.model(**inputs, **self.options).logits
         return logits.float().cpu()
 
     def _batch(self, jobs: Sequence[Job]) -> dict[str, torch.Tensor]:
@@ -155,8 +155,7 @@ class EncodingLane:
         if self.backbone.is_encoder_decoder:
             names = ("input_ids", "attention_mask")
             return model.get_encoder()(**{name: inputs[name] for name in names})[0].float().cpu()
-        options = {"use_cache": False} if "use_cache" in self.backbone.arguments else {}
-        return model.base_model(**inputs, **options)[0].float().cpu()
+        return model.base_model(**inputs, **self.options)[0].float().cpu()
 
     def _embedding(self, job: Job, states: torch.Tensor) -> Answer | BaseException:
         # the rows of a prompt stay before an encoder's outputs, which its decoder reads

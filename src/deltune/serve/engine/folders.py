@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import DeltuneError, error_summary, excerpt
-from ...interop import adapterhub, peft_read
-from ...interop.base import CONFIG_FILE, is_foreign, read_options
+from ...interop.base import is_foreign, read_options
 from ...interop.foreign import foreign_model_kind
 from ...models import HEADS, head_of_class_name
 from ...runtime.delta_schema import BaseFacts, TrainedFacts, read_metadata_file
-from ...runtime.serialization import FACTS, NUMBERS, delta_folder
+from ...runtime.hub import FILES
+from ...runtime.serialization import FACTS, delta_folder
 from ...templates import Tokens
 from ..errors import refusal
 from .requests import DELTA_NAME, Task
@@ -137,10 +137,7 @@ Signature = tuple[tuple[str, int, int, int], ...]
 """Names, sizes, times of change and numbers of files; another signature means that a folder may have changed."""
 
 _RELEVANT = ("", "delta")
-_FILES = (
-    FACTS, NUMBERS, "spec.yaml", "metrics.json", CONFIG_FILE, *peft_read.WEIGHT_FILES, *adapterhub.WEIGHT_FILES,
-    adapterhub.HEAD_CONFIG, *adapterhub.HEAD_WEIGHTS,
-)  # fmt: skip
+_FILES = (*FILES, "spec.yaml", "metrics.json")
 
 
 def signature(folder: Path) -> Signature:

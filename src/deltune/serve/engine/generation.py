@@ -18,7 +18,7 @@ import torch
 from ...templates import Tokens
 from .backbone import Backbone
 from .cache import columns, row_of, set_columns
-from .encoding import BatchLimits, LaneContext, answer_of, not_finite
+from .encoding import LaneContext, answer_of, not_finite
 from .jobs import Job, RequestEncoder
 from .prompt_cache import PromptCache
 from .queue import FairQueue
@@ -33,10 +33,9 @@ QUANTUM = 32
 
 
 @dataclass
-class GenerationOptions:
-    """Options and runners that all lanes of a server share."""
+class EngineContext(LaneContext):
+    """What all lanes of a server share, those that generate included."""
 
-    limits: BatchLimits  # how large batches are
     encoder: RequestEncoder  # turns tokens into text
     prompt_cache: PromptCache  # the beginnings of prompts
     count: Callable[[int], None]  # counts generated tokens
@@ -56,16 +55,15 @@ class GenerationOptions:
 class GenerationLane:
     """Requests that may share the batches of a language model."""
 
-    def __init__(self, backbone: Backbone, options: GenerationOptions, context: LaneContext) -> None:
-        self.backbone, self.options = backbone, options
-        self.context, self.share = context, context.share
+    def __init__(self, backbone: Backbone, context: EngineContext) -> None:
+        self.backbone, self.context, self.share = backbone, context, context.share
         self.queue: FairQueue[Job] = FairQueue(context.share)
         self.long: FairQueue[Job] = FairQueue(context.share)  # requests whose prompts are to be read in parts
         self.batches: list[RunningBatch] = []
         self.reading: list[RunningBatch] = []  # a row each, whose long prompt is read in parts
         self.paused: dict[Job, RunningBatch] = {}
-        self.runner = options.runner(backbone)
-        self.ends = options.encoder.end_tokens(backbone.model)
+        self.runner = context.runner(backbone)
+        self.ends = context.encoder.end_tokens(backbone.model)
 
     # -- what the engine asks
 
@@ -80,7 +78,7 @@ class GenerationLane:
 
     def due(self, now: float) -> float:
         """Return in how many seconds a step should begin: a running batch is joined at once."""
-        return 0.0 if self.busy else self.options.limits.wait
+        return 0.0 if self.busy else self.context.limits.wait
 
     def drop(self, job: Job) -> bool:
         """Take a request out, wherever it is; return whether it was here."""
@@ -109,7 +107,7 @@ class GenerationLane:
 
     def _admit(self, stepping: list[RunningBatch]) -> list[RunningBatch]:
         """Let waiting requests in, as far as there is room, and return their batches after they have read."""
-        limits = self.options.limits
+        limits = self.context.limits
         arrived: list[RunningBatch] = []
         fresh: list[Row] = []
         tokens = 0
@@ -147,7 +145,7 @@ class GenerationLane:
 
         So is one that is reported, since the scores after all of its tokens are large.
         """
-        is_long = len(job.tokens) > self.options.limits.prefill or job.request.sampling.prompt_logprobs
+        is_long = len(job.tokens) > self.context.limits.prefill or job.request.sampling.prompt_logprobs
         return is_long and isinstance(self.runner, DecoderRunner)
 
     def _next(self) -> Job | None:
@@ -177,13 +175,13 @@ class GenerationLane:
         )
         if job.grammar is not None:
             processors.append(job.grammar.begin(len(before), self._ends(job)))
-        encoder, is_decoder = self.options.encoder, not self.backbone.is_encoder_decoder
+        encoder, is_decoder = self.context.encoder, not self.backbone.is_encoder_decoder
         chooser = TokenChooser(sampling, processors, encoder.token_text)
         builder = TextBuilder(encoder.decode, sampling.stop, before if is_decoder else (), encoder.special_tokens)
         reader = None if job.call_form is None else CallReader(job.call_form, job.request.tools)
         row = Row(job, chooser, builder, before, reader=reader)
         if is_decoder and not sampling.prompt_logprobs:
-            row.cached_prompt, row.cached = self.options.prompt_cache.find(job.owner, job.version, before)
+            row.cached_prompt, row.cached = self.context.prompt_cache.find(job.owner, job.version, before)
         return row
 
     def _read_on(self) -> list[RunningBatch]:
@@ -195,7 +193,7 @@ class GenerationLane:
         before = row.length
         try:
             assert isinstance(self.runner, DecoderRunner)
-            logits = self.runner.read_part(batch, self.options.limits.prefill)
+            logits = self.runner.read_part(batch, self.context.limits.prefill)
             if row.job.request.sampling.prompt_logprobs:
                 row.prompt += row.chooser.read(logits, row.before, before)
         except Exception as error:
@@ -213,7 +211,7 @@ class GenerationLane:
     def _put_aside(self, job: Job, stepping: list[RunningBatch]) -> bool:
         """Put aside a row of a tenant that was served more than this one and has more than its share of the batch."""
         rows = [(batch, row) for batch in stepping for row in batch.rows if not row.job.done]
-        if len(self.paused) >= self.options.limits.rows:
+        if len(self.paused) >= self.context.limits.rows:
             return False
         held = Counter(row.job.tenant for _, row in rows)
         if job.tenant in held and held[job.tenant] * len(held) >= len(rows):
@@ -270,7 +268,7 @@ class GenerationLane:
 
     def _remember(self, batch: RunningBatch) -> None:
         """Keep the beginnings of prompts."""
-        cache = self.options.prompt_cache
+        cache = self.context.prompt_cache
         for number, row in enumerate(batch.rows):
             if batch.cross is None and cache.wants(row.job.owner, row.loaded, row.before):
                 length = row.length + row.loaded.prompt_length
@@ -317,7 +315,7 @@ class GenerationLane:
                 generated += 1
             except Exception as error:
                 self._end(row, error)
-        self.options.count(generated)
+        self.context.count(generated)
 
     def _take(self, row: Row, choice: TokenChoice, ends_anyway: bool) -> None:
         """Add a token to a row, tell its listener, and end the row if it was the last.

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import DeltuneError, error_summary
@@ -36,16 +36,16 @@ LOADS_AT_ONCE = 2
 
 @dataclass(eq=False)
 class Arrival:
-    """A delta that was read, on its way to the engine's thread."""
+    """A delta on its way from its folder to the engine's thread."""
 
     entry: Entry
     folder: Path
-    prepared: PreparedDelta | DeltuneError  # the delta, or why it was refused
-    seen: Signature  # the signature of its files before they were read
     # the result of `load`, or None if requests wait for it. It is cancelled where nobody waits any more
-    done: Future[DeltaInfo] | None
+    done: Future[DeltaInfo] | None = None
     requested: bool = False  # whether it comes by a call of `load`, and not since its files have changed
     replace: bool = True  # whether it may take the place of another one that such a call has loaded
+    prepared: PreparedDelta | DeltuneError = field(init=False)  # what was read, or why it was refused
+    seen: Signature = ()  # the signature of its files before they were read
 
     @property
     def given_up(self) -> bool:
@@ -54,14 +54,7 @@ class Arrival:
 
 
 class Lifecycle:
-    """Loads, replaces and drops deltas.
-
-    Attributes:
-        retired: Versions that another one has replaced, or nothing, and that are still attached.
-        loads: How many were attached since the start.
-        evictions: How many were dropped from memory since the start to make room.
-        load_seconds: The time spent reading and attaching since the start.
-    """
+    """Loads, replaces and drops deltas."""
 
     def __init__(
         self,
@@ -81,10 +74,12 @@ class Lifecycle:
         self._wake = wake  # of the engine's thread; its lock guards the catalog
         self._place, self._finish = place, finish
         self._before_detach = before_detach
+        # versions that another one has replaced, or nothing, and that are still attached
         self.retired: set[LoadedDelta] = set()
-        self.loads = self.evictions = 0
-        self.load_seconds = 0.0
+        self.loads = self.evictions = 0  # how many were attached since the start, and dropped to make room
+        self.load_seconds = 0.0  # the time spent reading and attaching since the start
         self._arrivals: deque[Arrival] = deque()
+        self._may_take = False  # whether a place may be free for one of them
         self._loads: set[Future[DeltaInfo]] = set()  # of `load` and `refresh`, until they are done
         self._closing: DeltuneError | None = None  # why deltas are loaded for requests alone
         self._active: set[Entry] = set()  # those in memory and those that requests wait for, so that no step sees all
@@ -106,27 +101,25 @@ class Lifecycle:
         self._check_name(name, where)
         if not replace:
             self._check_free(name, where)
-        return self._load(known or Entry(name, where), where, timeout, requested=True, replace=replace)
+        entry, done = known or Entry(name, where), Future[DeltaInfo]()
+        return self._load(Arrival(entry, where, done, requested=True, replace=replace), done, timeout)
 
-    def _load(
-        self, entry: Entry, folder: Path, timeout: float | None, requested: bool = False, replace: bool = True
-    ) -> DeltaInfo:
+    def _load(self, arrival: Arrival, done: Future[DeltaInfo], timeout: float | None) -> DeltaInfo:
         """Load a delta, and wait for it."""
-        done: Future[DeltaInfo] = Future()
         with self._wake:
             if self._closing is not None:
                 raise self._closing
             self._loads.add(done)
         done.add_done_callback(self._loads.discard)
-        self._read(entry, folder, done, requested, replace)
+        self._read(arrival)
         try:
             return done.result(timeout)
         except TimeoutError:
             if not done.cancel():
                 return done.result()  # it came at the last moment
             raise RequestTimeout(
-                f"delta {entry.name!r} was not loaded within {timeout:g} seconds: those in memory were all needed, or "
-                "others were read first"
+                f"delta {arrival.entry.name!r} was not loaded within {timeout:g} seconds: those in memory were all "
+                "needed, or others were read first"
             ) from None
 
     def _check_name(self, name: str, folder: Path) -> None:
@@ -154,36 +147,32 @@ class Lifecycle:
             forget(entry)
         for entry in changed:
             assert entry.folder is not None
+            done = Future[DeltaInfo]()
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                self._load(entry, entry.folder, None if deadline is None else max(0.0, deadline - time.monotonic()))
+                self._load(Arrival(entry, entry.folder, done), done, left)
             except (EngineClosed, RequestTimeout):
                 raise
             except DeltuneError as error:
                 logger.debug("delta %s stays as it is: %s", entry.name, error)  # `Entry.refuse` has logged it
 
-    def _read(
-        self,
-        entry: Entry,
-        folder: Path,
-        done: Future[DeltaInfo] | None = None,
-        requested: bool = False,
-        replace: bool = True,
-    ) -> None:
+    def _read(self, arrival: Arrival) -> None:
         """Read a delta in the reader's thread, and hand it to the engine's."""
 
         def read() -> None:
-            if done is not None and done.done():
+            if arrival.given_up:
                 return
             began = time.perf_counter()
             for attempt in range(READ_ATTEMPTS):
-                seen = signature(folder)
-                prepared = self._prepared(entry, folder, seen)
-                if isinstance(prepared, PreparedDelta) or signature(folder) == seen:
+                arrival.seen = signature(arrival.folder)
+                arrival.prepared = self._prepared(arrival.entry, arrival.folder, arrival.seen)
+                if isinstance(arrival.prepared, PreparedDelta) or signature(arrival.folder) == arrival.seen:
                     break
                 time.sleep(0.05 * (attempt + 1))  # somebody is replacing the files
             with self._wake:
                 self.load_seconds += time.perf_counter() - began
-                self._arrivals.append(Arrival(entry, folder, prepared, seen, done, requested, replace))
+                self._arrivals.append(arrival)
+                self._may_take = True
                 self._wake.notify_all()
 
         try:
@@ -227,7 +216,7 @@ class Lifecycle:
             assert entry.folder is not None
             entry.state = State.READING
             try:
-                self._read(entry, entry.folder)
+                self._read(Arrival(entry, entry.folder))
             except EngineClosed as error:
                 self._fail_waiting(entry, error)
 
@@ -249,8 +238,8 @@ class Lifecycle:
 
     @property
     def has_arrivals(self) -> bool:
-        """A delta was read that can be taken now."""
-        return any(self._place_for(arrival) is not False for arrival in self._arrivals)
+        """A delta was read, and something has changed since its place was looked for."""
+        return self._may_take and len(self._arrivals) > 0
 
     def _entry_of(self, arrival: Arrival) -> Entry:
         """The entry that an arrival is for: another call of `load` may have made one of its name meanwhile."""
@@ -261,20 +250,11 @@ class Lifecycle:
         current = entry.current
         return current is not None and current.version == prepared.facts.version and entry.state is not State.DRAINING
 
-    def _place_for(self, arrival: Arrival) -> bool | None:
-        """Whether there is, or can be made, a place for a delta in memory; None if it needs none."""
-        prepared, entry = arrival.prepared, self._entry_of(arrival)
-        if not isinstance(prepared, PreparedDelta) or arrival.given_up or self._is_served(prepared, entry):
-            return None
-        if self._has_room(prepared.bytes, entry) or self._victim(entry) is not None:
-            return True
-        return not all(loaded.users for loaded in self.retired)
-
     def take_arrivals(self) -> None:
         """Attach the deltas that were read and have a place, and go on with the requests that waited for them."""
         with self._wake:
-            arrivals, self._arrivals = self._arrivals, deque()
-        if any(self._place_for(arrival) for arrival in arrivals):
+            arrivals, self._arrivals, self._may_take = self._arrivals, deque(), False
+        if arrivals:
             self.drop_unneeded()
         left = [arrival for arrival in arrivals if not self._take(arrival)]
         with self._wake:
@@ -447,7 +427,7 @@ class Lifecycle:
     def release(self, loaded: LoadedDelta) -> None:
         """Note that one request less needs a version."""
         loaded.users -= 1
-        loaded.last_used = time.monotonic()
+        loaded.last_used, self._may_take = time.monotonic(), True
 
     def drop_unneeded(self) -> None:
         """Detach the versions that were replaced and that no request needs any more, and keep memory within bounds."""

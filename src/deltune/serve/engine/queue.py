@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -182,49 +182,36 @@ class FairThread:
     """An executor of one thread, whose next call is of the tenant that it has worked for least."""
 
     def __init__(self, name: str) -> None:
-        self._share = FairShare()
+        self._share, self._lock = FairShare(), threading.Lock()
         self._queue: FairQueue[Work[Any]] = FairQueue(self._share)
-        self._wake = threading.Condition()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1, name)
 
     def submit(self, tenant: str, cost: float, call: Callable[[], R]) -> Future[R]:
         """Submit a call, and return the future of its result, which can be cancelled until the call begins."""
         work = Work(tenant, time.monotonic(), cost, call)
-        with self._wake:
-            if self._closed:
-                raise RuntimeError("the thread is ending")
+        with self._lock:
+            self._thread.submit(self._run_next)
             self._share.enter(tenant)
             self._queue.push(work)
-            self._wake.notify()
         return work.future
 
     def close(self) -> None:
         """End, after all calls that were submitted."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        self._thread.join()
+        self._thread.shutdown()
 
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not len(self._queue) and not self._closed:
-                    self._wake.wait()
-                if not len(self._queue):
-                    return
-                work = self._queue.pop()
-                begins = work.future.set_running_or_notify_cancel()
-                if begins:
-                    self._share.charge(work.tenant, work.cost)
-            try:
-                if begins:
-                    work.future.set_result(work.call())
-            except BaseException as error:
-                work.future.set_exception(error)
-            with self._wake:
-                self._share.leave(work.tenant)
+    def _run_next(self) -> None:
+        with self._lock:
+            work = self._queue.pop()
+            begins = work.future.set_running_or_notify_cancel()
+            if begins:
+                self._share.charge(work.tenant, work.cost)
+        try:
+            if begins:
+                work.future.set_result(work.call())
+        except BaseException as error:
+            work.future.set_exception(error)
+        with self._lock:
+            self._share.leave(work.tenant)
 
 
 COUNTED_ENDS = 256

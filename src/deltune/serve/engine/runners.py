@@ -111,9 +111,8 @@ class DecoderRunner(Runner):
     columns then need not be those of the text alone, nor stand beside each other. Most families are such decoders.
 
     Attributes:
-        holds: Whether the cache has what deltas put before a text. It is measured.
-        caches_prefixes: Whether prefixes in the cache do what the edits do. It is measured, since some families compute
-            something of all keys or values after the cache.
+        caches_prefixes: Whether prefixes in the cache do what the edits do. It is measured, since some families
+            compute something of all keys or values after the cache.
         pads: Whether rows of different lengths may be in one batch, padded on the left. It is measured, since some
             families count positions by the length of the cache.
         like: A cache of the model with one column, which says what its layers keep.
@@ -127,6 +126,7 @@ class DecoderRunner(Runner):
         self.keeps = "logits_to_keep" in backbone.arguments
         self.forced: dict[str, Any] = {}
         self.pads, self.caches_prefixes = True, False
+        # whether the cache has what deltas put before a text. It is measured.
         self.holds = self.numbered and backbone.sees_all_columns
         self.holds = self.holds and self._may_hold()
         if self.holds:
@@ -387,11 +387,7 @@ def _prefix_states(prefix: CacheablePrefix) -> States:
 
 
 class EncoderDecoderRunner(Runner):
-    """Reads texts and makes steps with an encoder-decoder.
-
-    Attributes:
-        pads: Whether rows whose decoders are at different lengths may be in one batch. It is measured.
-    """
+    """Reads texts and makes steps with an encoder-decoder."""
 
     def __init__(self, backbone: Backbone, tokenizer: Any) -> None:
         super().__init__(backbone)
@@ -409,7 +405,7 @@ class EncoderDecoderRunner(Runner):
             shared = backbone.first_stack.positions == path
             weight = parameters_of(table).get("weight")
             self.table = table if weight is not None and weight.dim() == 2 and not shared else None
-        self.pads = True
+        self.pads = True  # whether rows whose decoders are at different lengths may be in one batch. It is measured.
         self.pads = self.same(self._joint_and_alone)
         if not self.pads:
             self.table = None

@@ -40,9 +40,9 @@ from ...runtime.padding import padding_side
 from ..errors import UNANSWERED, EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry, State
-from .encoding import BatchLimits, EncodingLane, LaneContext
+from .encoding import BatchLimits, EncodingLane
 from .folders import HEAD_TASKS, FolderFacts, scan
-from .generation import GenerationLane, GenerationOptions
+from .generation import EngineContext, GenerationLane
 from .grammar import Grammars
 from .jobs import (
     LONG_TEXT,
@@ -163,15 +163,16 @@ class Server:
         vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
         self._encoder = RequestEncoder(tokenizer, first.arguments, first.is_encoder_decoder, vocabulary)
         self._grammars = Grammars(tokenizer)
-        self._options = GenerationOptions(self.limits, self._encoder, PromptCache(prompt_cache), self._count)
+        self._share = FairShare()
+        self._context = EngineContext(
+            self.limits, self._share, self._start, self._finish, self._encoder, PromptCache(prompt_cache), self._count
+        )
         if first.head == "causal-lm":
             try:
-                self._options.runner(first)
+                self._context.runner(first)
             except DeltuneError:
                 self._backbones.close()
                 raise
-        self._share = FairShare()
-        self._lane_context = LaneContext(self._share, self._start, self._finish)
         self._lanes: dict[tuple[str, str, str], Lane] = {}
         """Ordered by last turn."""
         self._last_lane: Lane | None = None
@@ -331,22 +332,23 @@ class Server:
         elif encoding.exception() is None:
             encoding.result().future.cancel()
 
+    def _check_open(self) -> None:
+        if self._closing:
+            raise EngineClosed("the server is closing and takes no new requests")
+
     def _reserve(self, tenant: str) -> None:
         """Count a request of a tenant as one that waits, unless too many wait or the server is closing."""
         with self._lock:
-            if self._closing:
-                raise EngineClosed("the server is closing and takes no new requests")
+            self._check_open()
             self._admission.enter(tenant)
 
     def _submit_reserved(self, request: Request, listener: Listener | None, arrived: float) -> Job:
         """Make a request that was counted a job, and hand it to the engine's thread."""
         try:
-            if self._closing:
-                raise EngineClosed("the server is closing and takes no new requests")
+            self._check_open()
             job = self._job(request, listener, arrived)
             with self._wake:
-                if self._closing:
-                    raise EngineClosed("the server is closing and takes no new requests")
+                self._check_open()
                 self._jobs.add(job)
                 self._inbox.append(job)
                 self._wake.notify_all()
@@ -692,10 +694,10 @@ class Server:
         key = (loaded.backbone.head, task, loaded.group)
         if key not in self._lanes:
             if task == "generate":
-                self._lanes[key] = GenerationLane(loaded.backbone, self._options, self._lane_context)
+                self._lanes[key] = GenerationLane(loaded.backbone, self._context)
             else:  # the base model of another head than the server's has none, by which answers could be compared
                 side = loaded.backbone.run([loaded] * 2, lambda: padding_side(loaded.backbone.model))
-                self._lanes[key] = EncodingLane(loaded.backbone, task, side, self.limits, self._lane_context)
+                self._lanes[key] = EncodingLane(loaded.backbone, task, side, self._context)
         return self._lanes[key]
 
     def _start(self, job: Job) -> None:
@@ -769,7 +771,7 @@ class Server:
 
     def _before_detach(self, loaded: LoadedDelta) -> None:
         """Drop what belongs to a version that leaves the model: beginnings of prompts, and a lane of its own."""
-        self._options.prompt_cache.forget(loaded)
+        self._context.prompt_cache.forget(loaded)
         for key in [key for key in self._lanes if key[2] == loaded.internal]:
             if self._lanes[key] is self._last_lane:
                 self._last_lane = None

@@ -31,17 +31,11 @@ READ = (ToolCall("probe_tool", '{"letter": "a"}'),)
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form in which a model writes calls.
+    """The form in which a model writes calls."""
 
-    Attributes:
-        begin: The text before a call; "" where a call is the whole answer.
-        end: The text behind a call, or "".
-        marks: Special tokens of the form, which are no part of an answer's text, by id.
-    """
-
-    begin: str
-    end: str
-    marks: Mapping[int, str]
+    begin: str  # the text before a call; "" where a call is the whole answer
+    end: str  # the text behind a call, or ""
+    marks: Mapping[int, str]  # special tokens of the form, which are no part of an answer's text, by id
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ToolCall, ...]]:
         """Return what stands before the calls of an answer, and the calls; all of it and none, if one is no call."""
