@@ -97,6 +97,7 @@ from .methods.library import unipelt as unipelt
 from .methods.library import vblora as vblora
 from .methods.library import vera as vera
 from .methods.library import waveft as waveft
+from .methods.library import xlora as xlora
 from .methods.registry import methods as methods
 from .methods.registry import parse as parse
 from .methods.registry import register as register

@@ -123,10 +123,11 @@ _ENTRIES = {
         RegistryEntry(library.miss, "Kang and Yin 2024", "2dr", "miss(rank=32)"),
         RegistryEntry(library.gralora, "Jung et al. 2025", "4dr", "gralora(rank=8, blocks=4)"),
     ),
-    "routers: experts of low rank that the task of a row weighs": (
+    "routers: experts of low rank, weighed by the task of a row or by what a first pass reads": (
         RegistryEntry(library.poly, "Ponti et al. 2023", "4drs + 2qst", "poly(tasks=3, rank=4)", rate=3e-3,
             short_rate=3e-2),  # r divides its change, and skills are averaged: at one rate a step is 1 / 2r of LoRA's
         RegistryEntry(library.mtl_lora, "Yang et al. 2024", "2dr(n + 1) + 2(r² + n)t", "mtl_lora(tasks=3, rank=4)"),
+        RegistryEntry(library.xlora, "Buehler and Buehler 2024", "4dnr; (d + 1)n once", "xlora(number=4, rank=4)"),
     ),
     "shared: few numbers and matrices that all places have in common": (
         RegistryEntry(library.vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm"),

@@ -41,8 +41,9 @@ class ForwardPass:
         states: The hidden states that were collected, by path of the stack's container.
         batch_size: How many rows the batch has, for positions that are looked up once for all of them.
         called_vocabulary: Whether the projection to the vocabulary was called, where some delta acts at it.
-        facts: What is known of the rows: which tokens (B, n) of the running stack each choice of positions has, and
-            conditions (B,) by name.
+        facts: What is known of the rows: which tokens (B, n) of the running stack each choice of positions has, what a
+            first pass ended with, and conditions (B,) by name.
+        first_cache: The cache that a first pass has made, until the pass itself has made its own.
         generates: Whether it is of `generate`.
         text: How many tokens `generate` began with, once it has.
     """
@@ -64,6 +65,7 @@ class ForwardPass:
         self.batch_size = 0
         self.called_vocabulary = False
         self.facts: dict[Any, torch.Tensor] = {}
+        self.first_cache: Any = None
         self.generates = False
         self.text: int | None = None
 

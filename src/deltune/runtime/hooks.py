@@ -33,6 +33,7 @@ from ..compat import (
 from ..errors import DeltuneError
 from ..methods.positions import ALL
 from .attention import HOOK_ATTRIBUTE, PrefixRows
+from .first_pass import FirstPassHook
 from .forward_pass import current_pass, remember_for_backward
 from .linear import LinearForward, linear_forward
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
@@ -367,9 +368,9 @@ HOOK_CLASSES: dict[str, Any] = {
 }  # fmt: skip
 """The hook for each side of a module that a place may be at."""
 
-INSTALL_ORDER = ("states", "chosen", "tokens", "positions", "pooling")
-"""Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: hidden states are
-read before a prompt's rows are removed from them, tokens are chosen before it puts its rows before them, positions are
+INSTALL_ORDER = ("first", "states", "chosen", "tokens", "positions", "pooling")
+"""Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: a first pass has the
+arguments of the caller, hidden states are read before a prompt's rows are removed from them, tokens are chosen before it puts its rows before them, positions are
 shifted where it has put them, and what is left of the states is pooled."""
 
 
@@ -394,6 +395,9 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
         if edit.modification.positions != ALL:
             entry = anatomy.stacks[0].entry
             needed[entry, "chosen"] = partial(TokensHook, passes, anatomy, entry)
+        if edit.form.reads_first_pass:
+            entry = anatomy.stacks[0].entry
+            needed[entry, "first"] = partial(FirstPassHook, passes, anatomy, entry)
         if edit.place.shifted_stack:
             entry = anatomy.stack(edit.place.shifted_stack).entry
             needed[entry, "positions"] = partial(PositionHook, passes, anatomy, entry)

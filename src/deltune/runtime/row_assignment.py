@@ -294,6 +294,7 @@ class RowAssignment:
         tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
         prefixes: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
         positions: What chooses the tokens of edits that do not act at all of them.
+        reads_first_pass: Whether some edit reads the hidden states of a first pass.
         explicit_positions: Whether the caller gives positions and a mask of all columns of the cache, whose number then
             says nothing about positions.
     """
@@ -330,6 +331,9 @@ class RowAssignment:
                 written.setdefault((target.path, target.side), []).append((edit, group))
         chosen = (edit.modification.positions for edit, _ in active_edits(self.groups) if edit not in left_out)
         self.positions = tuple(dict.fromkeys(positions for positions in chosen if positions != ALL))
+        self.reads_first_pass = any(
+            edit.form.reads_first_pass for edit, _ in active_edits(self.groups) if edit not in left_out
+        )
         self.writes = {place: EditChain(edits, place, cache) for place, edits in written.items()}
         prompts = [
             (group, [e for e in group.all_edits() if e.place.target.side == "tokens" and e not in left_out])
