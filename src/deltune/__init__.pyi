@@ -55,6 +55,7 @@ from .methods.library import head as head
 from .methods.library import hira as hira
 from .methods.library import hra as hra
 from .methods.library import ia3 as ia3
+from .methods.library import ladder as ladder
 from .methods.library import layernorm as layernorm
 from .methods.library import loftq as loftq
 from .methods.library import loha as loha

@@ -23,6 +23,7 @@ from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRot
 from .forms.prompt import Prompt
 from .forms.routed import MTLLoRA, Poly, XLoRA
 from .forms.shared import FRoD, NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
+from .forms.side import Ladder
 from .forms.spectral import SVFT, AdaMSS, Centred, Circulant, FourierFT, LoRAXS, WaveFT
 from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
@@ -645,6 +646,21 @@ def three_vectors() -> Parts:
     At first the model is unchanged. A model that generates or chooses has no head over hidden states, and is an error.
     """
     return (Modification("hidden_states", Mixture()),)
+
+
+@_library_method
+def ladder(width: int = 64, heads: int = 4, temperature: float = 0.1) -> Parts:
+    """Add what a small network beside the model makes of all hidden states, U n(g_L) (ladder side tuning; Sung et al. 2022).
+
+    g_i = T_i(μ_i g_{i-1} + (1 - μ_i) D_i h_i), with a transformer layer T_i of this width for each layer. No gradient
+    goes through the model, so that a step keeps of it the hidden states alone. Generate with use_cache=False.
+
+    Args:
+        width: The width of the network.
+        heads: The number of heads of its attentions, which divide the width.
+        temperature: τ of the gates μ_i = σ(α_i / τ).
+    """
+    return (Modification("hidden_states", Ladder(width, heads, temperature)),)
 
 
 # -- arbitrary parameters ---------------------------------------------------------------------------------------------

@@ -644,7 +644,9 @@ def _hidden_states_location(anatomy: Anatomy, modification: Modification) -> Loc
     if not anatomy.stacks:
         raise DeltuneError(f"not visible: {'; '.join(anatomy.unobserved)}")
     stack = anatomy.stacks[-1]
-    if anatomy.output_kind in ("words", "choices"):
+    if modification.form.reads_text and (len(anatomy.stacks) != 1 or stack.words is None):
+        raise DeltuneError(f"{modification.form!r} reads a text, in a model with one stack of layers that reads token ids")
+    if modification.form.replaces and anatomy.output_kind in ("words", "choices"):
         raise DeltuneError(
             f"all hidden states are read together by a head of labels; {anatomy.model} answers in {anatomy.output_kind}"
         )

@@ -307,9 +307,10 @@ class HiddenStatesHook:
             return None
         before = last = output if isinstance(output, torch.Tensor) else output[0]
         states = [*states, last]
+        facts = self.passes.current_pass().facts
         for edit, group in self.passes.assignment().states[self.path]:
-            whole = torch.stack([group.select(h) for h in states])
-            at = ModulePlace(ModuleCall(module, module.forward, None), edit.place, edit.training)
+            whole, of_rows = torch.stack([group.select(h) for h in states]), {n: group.select(f) for n, f in facts.items()}
+            at = ModulePlace(ModuleCall(module, module.forward, None, facts=of_rows), edit.place, edit.training)
             last = group.replace(last, edit.compose(whole[-1], edit.form(edit.tensors(), whole, at)))
         return _with_replaced(output, before, last)
 
@@ -392,7 +393,7 @@ def hooks_of_delta(passes: PassManager, anatomy: Anatomy, delta: Delta) -> Hooks
             needed[edit.source_path, "input"] = partial(InputHook, passes, anatomy, edit.source_path)
             parent = _common_parent(target.path, edit.source_path)
             needed[parent, "pass"] = partial(ForwardEntry, passes, parent, always_begins=False)
-        if edit.modification.positions != ALL:
+        if edit.modification.positions != ALL or edit.form.reads_text:
             entry = anatomy.stacks[0].entry
             needed[entry, "chosen"] = partial(TokensHook, passes, anatomy, entry)
         if edit.form.reads_first_pass:

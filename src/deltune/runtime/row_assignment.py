@@ -20,6 +20,7 @@ from torch import nn
 from ..anatomy.offloading import call_with_weights
 from ..anatomy.types import Anatomy, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt, first_names
+from ..methods.forms.base import TEXT
 from ..methods.forms.prompt import Prompt
 from ..methods.masks import RowMask
 from ..methods.positions import ALL
@@ -293,7 +294,7 @@ class RowAssignment:
         shifts: By how much each group shifts the positions of a stack's tokens, by name of the stack.
         tensors: For each module, by path, how it runs with tensors of deltas instead of its own.
         prefixes: The prefixes of all rows, by path of the attention, where no tensor changes; else None.
-        positions: What chooses the tokens of edits that do not act at all of them.
+        positions: What chooses the tokens of edits that do not act at all of them, and `TEXT` where some read the text.
         reads_first_pass: Whether some edit reads the hidden states of a first pass.
         explicit_positions: Whether the caller gives positions and a mask of all columns of the cache, whose number then
             says nothing about positions.
@@ -331,6 +332,8 @@ class RowAssignment:
                 written.setdefault((target.path, target.side), []).append((edit, group))
         chosen = (edit.modification.positions for edit, _ in active_edits(self.groups) if edit not in left_out)
         self.positions = tuple(dict.fromkeys(positions for positions in chosen if positions != ALL))
+        if any(edit.form.reads_text for edit, _ in active_edits(self.groups) if edit not in left_out):
+            self.positions = (*self.positions, TEXT)
         self.reads_first_pass = any(
             edit.form.reads_first_pass for edit, _ in active_edits(self.groups) if edit not in left_out
         )

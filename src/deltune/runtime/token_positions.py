@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ..anatomy.types import Anatomy
 from ..compat import remove_hooks
 from ..errors import DeltuneError
+from ..methods.forms.base import TEXT
 from ..methods.positions import chosen_tokens
 from .cached_prompts import self_attention_cache
 from .forward_pass import ForwardPass
@@ -32,7 +33,7 @@ class TokensHook:
 
     def __init__(self, passes: PassManager, anatomy: Anatomy, path: str) -> None:
         self.passes, self.entry = passes, passes.model.get_submodule(path)
-        self.arguments = parameter_names(self.entry)
+        self.arguments, self.causal = parameter_names(self.entry), anatomy.stacks[0].causal
 
     def install(self) -> None:
         self.entry.register_forward_pre_hook(self.before, with_kwargs=True)
@@ -62,6 +63,15 @@ class TokensHook:
         if begun is not None and (size == 1 or not before):
             text = 0 if before else begun
         for positions in needed:
+            if positions == TEXT:
+                if before:
+                    raise DeltuneError(
+                        "a delta in use attends to all tokens of a text, of which a cache lacks the hidden states: "
+                        "generate with use_cache=False"
+                    )
+                visible = _shown(mask, tokens)[:, None, :].expand(-1, size, -1)
+                this_pass.facts[TEXT] = visible.tril() if self.causal else visible
+                continue
             if isinstance(positions, str):
                 if before and begun is not None and size > 1:
                     raise DeltuneError(

@@ -75,6 +75,7 @@ def _depths_of_trained(anatomy: Anatomy, delta: Delta) -> Iterator[tuple[int, st
         ports = [edit.place.target, *([edit.place.source] if edit.place.source else [])]
         first = min(_layers_before(anatomy, port.path, _area_of(anatomy, port)) for port in ports)
         shifted = [_layers_before_stack(anatomy, edit.place.shifted_stack)] if edit.place.shifted_stack else []
+        first = 0 if edit.modification.form.reads_first_pass else first
         yield min([first, *shifted]), edit.place.name
     tensors: list[Tensor] = [*plan.selected, *(t for t, _ in plan.masked), *(t for g in plan.gated for t in g.tensors)]
     tensors += [t for t in anatomy.tensors if t.name in delta.head]

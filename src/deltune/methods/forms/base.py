@@ -25,6 +25,8 @@ Statistic = Literal["covariance", "moments", "gradient", "quantisation error", "
 """What a form's initial values may need of data, or of other weights; see `Place.statistic`."""
 FIRST_PASS = "first pass"
 """The fact that is the last hidden states of a first pass; see `Place.facts`."""
+TEXT = "the whole text"
+"""The fact that is which tokens of a text see each other; see `Place.facts`."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class Place(Protocol):
         """What is known of the rows of this pass, by name.
 
         "task_ids" (B,), as `Tuned.condition` was given them; for forms that read a first pass the hidden states that it
-        ended with, `FIRST_PASS` (B, n, d), which have no gradient, and a width of 0 in the first pass itself.
+        ended with, `FIRST_PASS` (B, n, d), which have no gradient, and a width of 0 in the first pass itself; for forms
+        that read the text which tokens each of them sees, `TEXT` (B, n, n).
         """
         ...
 
@@ -268,6 +271,7 @@ class Form(MethodPart):
         reads_ids: Whether u may be token ids, each of which stands for a one-hot vector.
         reads_weight: Whether it reads the frozen projection, so that it can act at projections only.
         reads_first_pass: Whether it reads the last hidden states of a first pass of the stack, which runs before each.
+        reads_text: Whether it reads which tokens of the text see each other.
     """
 
     needs: ClassVar[str] = "hidden"
@@ -277,6 +281,7 @@ class Form(MethodPart):
     reads_ids: ClassVar[bool] = False
     reads_weight: ClassVar[bool] = False
     reads_first_pass: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)
