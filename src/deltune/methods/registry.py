@@ -90,7 +90,8 @@ _ENTRIES = {
         RegistryEntry(library.ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm", short_rate=3e-2),
         RegistryEntry(library.ssf, "Lian et al. 2022", "10d + 2m", "ssf(at=('query', 'value', 'ffn'))"),
         RegistryEntry(library.beft, "PEFT", "d", "beft(at=('query', 'value'))"),
-        RegistryEntry(library.ladder, "Sung et al. 2022", "wd + 12w² + 2w + 1; 2wd + w once", "ladder(width=64, heads=4)"),
+        RegistryEntry(library.ladder, "Sung et al. 2022",
+            "wd + 12w² + 2w + 1; 2wd + w once", "ladder(width=64, heads=4)"),
         RegistryEntry(library.three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors", short_rate=3e-2),
     ),
     "prompts: vectors that an attention reads beside the text": (

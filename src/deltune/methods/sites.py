@@ -127,8 +127,8 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Loca
         len(anatomy.stacks) != 1 or anatomy.stacks[0].words is None or modification.tower != "main"
     ):
         raise DeltuneError(
-            f"{modification.form!r} reads a first pass of a text, in the main tower of a model with one stack of layers "
-            "that reads token ids"
+            f"{modification.form!r} reads a first pass of a text, in the main tower of a model with one stack of "
+            "layers that reads token ids"
         )
     named = anatomy.tower if modification.tower == "main" else modification.tower
     locations: list[Location] = []
@@ -645,7 +645,9 @@ def _hidden_states_location(anatomy: Anatomy, modification: Modification) -> Loc
         raise DeltuneError(f"not visible: {'; '.join(anatomy.unobserved)}")
     stack = anatomy.stacks[-1]
     if modification.form.reads_text and (len(anatomy.stacks) != 1 or stack.words is None):
-        raise DeltuneError(f"{modification.form!r} reads a text, in a model with one stack of layers that reads token ids")
+        raise DeltuneError(
+            f"{modification.form!r} reads a text, in a model with one stack of layers that reads token ids"
+        )
     if modification.form.replaces and anatomy.output_kind in ("words", "choices"):
         raise DeltuneError(
             f"all hidden states are read together by a head of labels; {anatomy.model} answers in {anatomy.output_kind}"

@@ -97,8 +97,8 @@ def _cache_of_first_pass(cache: Any) -> Any:
         _join(cache, first)
     elif first is None or int(first.get_seq_length()) != length:
         raise DeltuneError(
-            f"the cache passed as past_key_values holds {length} tokens, of which no first pass with this delta is kept: "
-            "begin with a new cache, and use the delta (and rows()) with all of its text"
+            f"the cache passed as past_key_values holds {length} tokens, of which no first pass with this delta is "
+            "kept: begin with a new cache, and use the delta (and rows()) with all of its text"
         )
     return first
 

@@ -309,7 +309,10 @@ class HiddenStatesHook:
         states = [*states, last]
         facts = self.passes.current_pass().facts
         for edit, group in self.passes.assignment().states[self.path]:
-            whole, of_rows = torch.stack([group.select(h) for h in states]), {n: group.select(f) for n, f in facts.items()}
+            whole, of_rows = (
+                torch.stack([group.select(h) for h in states]),
+                {n: group.select(f) for n, f in facts.items()},
+            )
             at = ModulePlace(ModuleCall(module, module.forward, None, facts=of_rows), edit.place, edit.training)
             last = group.replace(last, edit.compose(whole[-1], edit.form(edit.tensors(), whole, at)))
         return _with_replaced(output, before, last)
@@ -371,8 +374,8 @@ HOOK_CLASSES: dict[str, Any] = {
 
 INSTALL_ORDER = ("first", "states", "chosen", "tokens", "positions", "pooling")
 """Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: a first pass has the
-arguments of the caller, hidden states are read before a prompt's rows are removed from them, tokens are chosen before it puts its rows before them, positions are
-shifted where it has put them, and what is left of the states is pooled."""
+arguments of the caller, hidden states are read before a prompt's rows are removed from them, tokens are chosen before
+it puts its rows before them, positions are shifted where it has put them, and what is left of the states is pooled."""
 
 
 Hooks = dict[tuple[str, str], Callable[[], Hook]]

@@ -160,9 +160,10 @@ class PromptHook:
         for positions in self.passes.assignment().positions:
             chosen = this_pass.facts[positions]
             longer = F.pad(chosen, (added, 0) * (chosen.dim() - 1))  # `TEXT` has an axis for what sees, too
-            for axis in range(1, chosen.dim()) if prompt_pass.order is not None else ():
-                at_axis = prompt_pass.order if chosen.dim() == 2 else prompt_pass.order.unsqueeze(3 - axis)
-                longer = longer.gather(axis, at_axis.expand_as(longer))
+            if (order := prompt_pass.order) is not None:
+                for axis in range(1, chosen.dim()):
+                    at_axis = order if chosen.dim() == 2 else order.unsqueeze(3 - axis)
+                    longer = longer.gather(axis, at_axis.expand_as(longer))
             this_pass.facts[positions] = longer
         kept = {"input_ids", *kwargs} & {*self.arguments, *kwargs}  # some families have no default for the token ids
         return (), {name: value for name, value in arguments.items() if name in kept or value is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...errors import check_choice
 from ..parser import Positive, Size, argument_types, parse_expression
@@ -203,7 +203,9 @@ def mix_form(
     Raises:
         DeltuneError: There is no such kind.
     """
-    kinds = {"arrow": partial(Arrow, number, rank), "xlora": partial(XLoRA, number, rank, frozen=True)}
+    kinds: dict[str, partial[Any]] = {
+        "arrow": partial(Arrow, number, rank), "xlora": partial(XLoRA, number, rank, frozen=True),
+    }  # fmt: skip
     if isinstance(mixing, str) and mixing.partition("(")[0] in kinds:
         for make in kinds.values():
             make.__annotations__ = argument_types(make.func)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import DeltuneError
@@ -197,9 +197,9 @@ class XLoRA(Routed):
             owner = None if self.by_place and i == self.depth - 1 else "term"
             specs[f"weight_{i}"] = TensorSpec((sizes[i + 1], sizes[i]), shared=owner)
             specs[f"bias_{i}"] = TensorSpec((sizes[i + 1],), shared=owner)
-        shapes = {"down": (self.number, self.rank, widths.in_width), "up": (self.number, widths.out_width, self.rank)}
-        experts = {name: replace(spec, trained=not self.frozen) for name, spec in parameter_specs(shapes).items()}
-        return specs | experts
+        for name, shape in {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}.items():
+            specs[name] = TensorSpec((self.number, *shape), trained=not self.frozen)
+        return specs
 
     def initialize(self, tensors: Tensors, at: Place | None) -> None:
         kaiming_(tensors["down"])
@@ -223,8 +223,8 @@ class XLoRA(Routed):
         h = at.facts.get(FIRST_PASS)
         if h is None or (h.shape[-1] and h.shape[:-1] != u.shape[:-1]):
             raise DeltuneError(
-                f"{type(self).__name__} reads a first pass, and this call has none of its {u.shape[-2]} tokens: call the "
-                "model itself, and use it without a prompt"
+                f"{type(self).__name__} reads a first pass, and this call has none of its {u.shape[-2]} tokens: call "
+                "the model itself, and use it without a prompt"
             )
         if not h.shape[-1]:
             w = u.new_full((*u.shape[:-1], self.number), self.first)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ...errors import DeltuneError
 from ..parser import Positive, Size
-from .base import TEXT, Form, Place, Specs, Tensors, Widths, parameter_specs
+from .base import TEXT, Form, Place, Shapes, Specs, Tensors, Widths, parameter_specs
 from .starts import kaiming_
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ class Ladder(Form):
 
     Δh = U n(g_L) with g_0 = D_0 h_0, g_i = T_i(μ_i g_{i-1} + (1 - μ_i) D_i h_i) and μ_i = σ(α_i / τ), where h_0 to h_L
     are the hidden states, which get no gradient. T_i is a layer as T5 has them: g + attention(n(g)), then g + W relu(V
-    n(g)), without biases; its attention sees what the model's sees, divides by the root of its head's width, and knows
-    of positions what the hidden states say. n is an RMS norm.
+    n(g)), without biases; its attention sees all tokens of a text, in a causal model the earlier ones, divides by the
+    root of its head's width, and knows of positions what the hidden states say. n is an RMS norm. In the paper U n(g_L)
+    takes the place of h_L; here it is added, so that the model starts as it is.
 
     Tensors: first D_0 (w, d) and down D (L, w, d), Kaiming uniform; alpha α (L,), 0; attention_norm and ffn_norm
         (L, w) and last_norm (w,), 1; projections (L, 4, w, w), of query, key, value and output, widen V (L, 4w, w) and
@@ -49,7 +50,7 @@ class Ladder(Form):
 
     def tensors(self, widths: Widths) -> Specs:
         layers, w, d = widths.states - 1, self.width, widths.out_width
-        shapes = {
+        shapes: Shapes = {
             "first": (w, d), "down": (layers, w, d), "alpha": (layers,), "attention_norm": (layers, w),
             "projections": (layers, 4, w, w), "ffn_norm": (layers, w), "widen": (layers, 4 * w, w),
             "narrow": (layers, w, 4 * w), "last_norm": (w,), "up": (d, w),
