@@ -176,7 +176,9 @@ def beside_peft(name: str, folder: Path) -> tuple[str, str]:
     if of_peft(name) == "none":
         return "not in PEFT", "not in PEFT"
     if name == "xlora":
-        outputs, gradients = map(max, zip(*(test_first_pass.differences(o, folder) for o in test_first_pass.OPTIONS)))
+        outputs, gradients = map(
+            max, zip(*(test_first_pass.differences(o, folder) for o in test_first_pass.OPTIONS), strict=True)
+        )
         return f"{outputs:.0e}", f"{gradients:.0e}"
     if name in AS:
         return (f"as `{AS[name]}`",) * 2

@@ -162,7 +162,7 @@ def test_first_passes_of_rows_and_threads_are_their_own() -> None:
 def test_a_first_pass_runs_once_for_what_is_computed_again(use_reentrant: bool) -> None:
     model, tuned = tuned_llama()
     calls = []
-    model.model.layers[0].register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
 
     def gradients() -> list[torch.Tensor]:
         model.zero_grad()

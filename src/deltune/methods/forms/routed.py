@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
 from ..parser import Positive, Share, Size
@@ -194,7 +194,7 @@ class XLoRA(Routed):
         sizes = (widths.stack_width, *(self.width,) * (self.depth - 1), self.number)
         specs: Specs = {}
         for i in range(self.depth):
-            owner = None if self.by_place and i == self.depth - 1 else "term"
+            owner: Literal["term"] | None = None if self.by_place and i == self.depth - 1 else "term"
             specs[f"weight_{i}"] = TensorSpec((sizes[i + 1], sizes[i]), shared=owner)
             specs[f"bias_{i}"] = TensorSpec((sizes[i + 1],), shared=owner)
         for name, shape in {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}.items():

@@ -88,8 +88,8 @@ class Ladder(Form):
             g = gate * g + (1 - gate) * F.linear(u[i + 1], t["down"][i])
             query, key, value, output = t["projections"][i]
             normed = F.rms_norm(g, g.shape[-1:], t["attention_norm"][i], 1e-6)
-            parts = [F.linear(normed, x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value)]
-            attended = F.scaled_dot_product_attention(*parts, attn_mask=visible[:, None])
+            q, k, v = (F.linear(normed, x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for x in (query, key, value))
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=visible[:, None])
             g = g + F.linear(attended.transpose(1, 2).flatten(-2), output)
             normed = F.rms_norm(g, g.shape[-1:], t["ffn_norm"][i], 1e-6)
             g = g + F.linear(F.linear(normed, t["widen"][i]).relu(), t["narrow"][i])
