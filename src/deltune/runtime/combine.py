@@ -314,11 +314,12 @@ def _mixed(
             places.setdefault(key, {})[number] = piece
     pieces = []
     ranks = {key: max(piece.tensors["down"].shape[-2] for piece in some.values()) for key, some in places.items()}
-    for (modification, name), some in places.items():
-        rank = max(ranks.values()) if mixing.startswith("xlora") else ranks[modification, name]
-        place, kind = next(iter(some.values())).place, modification.form
+    for key, some in places.items():
+        place, kind = next(iter(some.values())).place, key[0].form
         activation, bias = (kind.activation, kind.bias) if isinstance(kind, Bottleneck) else ("identity", False)
-        form = mix_form(len(deltas), rank, mixing, activation, bias=bias)
+        form = mix_form(len(deltas), ranks[key], mixing, activation, bias=bias)
+        if is_shared := any(spec.shared for spec in form.tensors(place.widths).values()):
+            form = replace(form, rank=max(ranks.values()))  # what shares tensors is one term
         if isinstance(kind, Bottleneck) and not isinstance(form, AttentionMix):
             raise DeltuneError(
                 f'mixing={mixing!r} is of changes of weights; adapters are mixed by "attention" or "fusion"'
@@ -329,11 +330,11 @@ def _mixed(
             for name, part in piece.tensors.items():
                 tensors[name][number][tuple(map(slice, part.shape))] = part
         form.start(tensors)
-        pieces.append(PlacedTensors(replace(modification, form=form), place, tensors))
+        pieces.append(PlacedTensors(replace(key[0], form=form), place, tensors))
     method, tensors = shortest_method(attached.anatomy_read(pooling), pieces, set())
-    if isinstance(form, XLoRA) and len(method.terms) > 1:
+    if is_shared and len(method.terms) > 1:
         raise DeltuneError(
-            f'mixing="xlora" has one classifier for all places, and no one term acts at those of {", ".join(deltas)} '
+            f"mixing={mixing!r} has one classifier for all places, and no one term acts at those of {', '.join(deltas)} "
             f"alone ({len(method.terms)} terms do): mix deltas of the same sites and layers"
         )
     return method, tensors
