@@ -146,8 +146,8 @@ def test_first_passes_of_rows_and_threads_are_their_own() -> None:
         base = logits(model)
     assert torch.allclose(mixed, torch.stack([alone[0], base[1], other[2]]), rtol=1e-10)
     tuned.use(["default", "other"])
-    together = logits(model)
-    assert not torch.allclose(together, alone) and not torch.allclose(together, other)
+    joint = logits(model)
+    assert not torch.allclose(joint, alone) and not torch.allclose(joint, other)
     tuned.use("default")
     answers: list[torch.Tensor] = []
     threads = [threading.Thread(target=lambda: answers.append(logits(model))) for _ in range(3)]

@@ -334,8 +334,8 @@ def _mixed(
     method, tensors = shortest_method(attached.anatomy_read(pooling), pieces, set())
     if is_shared and len(method.terms) > 1:
         raise DeltuneError(
-            f"mixing={mixing!r} has one classifier for all places, and no one term acts at those of {', '.join(deltas)} "
-            f"alone ({len(method.terms)} terms do): mix deltas of the same sites and layers"
+            f"mixing={mixing!r} has one classifier for all places, and no one term acts at those of "
+            f"{', '.join(deltas)} alone ({len(method.terms)} terms do): mix deltas of the same sites and layers"
         )
     return method, tensors
 
