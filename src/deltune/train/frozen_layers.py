@@ -40,7 +40,7 @@ class FrozenBoundary:
         layers: The frozen layers, in order of execution.
         kept_states: For each stack, the states that the layers above may read, by the number of layers that ran before
             (0 is the input of the first).
-        above: Whether any layer runs after the frozen ones.
+        above: Whether any layer, or a network that attends to the text, runs after the frozen ones.
     """
 
     layers: tuple[Layer, ...]
@@ -65,7 +65,8 @@ def find_boundary(anatomy: Anatomy, delta: Delta) -> FrozenBoundary:
         depth = sum(layer.passes for layer in below if layer.stack == stack.name)
         if depth and (above or stack.name == last):  # an encoder's end is read by the decoder's layers alone
             kept_states[stack.name] = tuple(range(depth + 1)) if stack.container in read_whole else (depth,)
-    return FrozenBoundary(below, kept_states, bool(above))
+    reads_text = any(edit.modification.form.reads_text for edit in delta.planned.edits)
+    return FrozenBoundary(below, kept_states, bool(above) or reads_text)
 
 
 def _depths_of_trained(anatomy: Anatomy, delta: Delta) -> Iterator[tuple[int, str]]:
