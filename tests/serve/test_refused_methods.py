@@ -16,6 +16,6 @@ from tables.specimens import build
 @pytest.mark.parametrize("method", ["xlora(number=2)", "ladder(width=4, heads=2)", "alora(invocation=(5,))"])
 def test_a_server_that_generates_refuses(method: str) -> None:
     tuned = deltune.attach(build(FAMILIES["llama"], "causal"), method)
-    with pytest.raises(deltune.DeltuneError, match="call model.generate"):
+    with pytest.raises(deltune.DeltuneError, match=r"call model\.generate"):
         Backbone._check(cast("Any", SimpleNamespace(head="causal-lm")), tuned.delta())
     Backbone._check(cast("Any", SimpleNamespace(head="base")), tuned.delta())
