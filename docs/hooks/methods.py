@@ -31,6 +31,7 @@ from deltune.interop import peft_table  # noqa: E402
 from deltune.methods.registry import GROUPS, REGISTRY  # noqa: E402
 from deltune.runtime.statistics import needed_statistics  # noqa: E402
 from interop import test_field_peft, test_peft  # noqa: E402
+from runtime import test_first_pass  # noqa: E402
 from tables.methods import ROWS  # noqa: E402
 from tables.quantized import FORMS, batch, load_form, save_models  # noqa: E402
 
@@ -174,6 +175,11 @@ def beside_peft(name: str, folder: Path) -> tuple[str, str]:
     """The greatest differences of outputs and gradients from PEFT's, by the greatest entry."""
     if of_peft(name) == "none":
         return "not in PEFT", "not in PEFT"
+    if name == "xlora":
+        outputs, gradients = map(
+            max, zip(*(test_first_pass.differences(o, folder) for o in test_first_pass.OPTIONS), strict=True)
+        )
+        return f"{outputs:.0e}", f"{gradients:.0e}"
     if name in AS:
         return (f"as `{AS[name]}`",) * 2
     row = next((row for row in test_field_peft.ROWS if row.method.partition("(")[0] == name), None)
@@ -193,6 +199,7 @@ def of_peft(name: str) -> str:
         for row in rows
     ]
     kinds += [kind for kind, other in peft_table.OTHERS.items() if other.method == name]
+    kinds += ["XLORA"] if name == "xlora" else []  # as a configuration, by what it is called there
     return ", ".join(f"`{kind}`" for kind in dict.fromkeys(kinds)) or "none"
 
 

@@ -55,6 +55,7 @@ from .methods.library import head as head
 from .methods.library import hira as hira
 from .methods.library import hra as hra
 from .methods.library import ia3 as ia3
+from .methods.library import ladder as ladder
 from .methods.library import layernorm as layernorm
 from .methods.library import loftq as loftq
 from .methods.library import loha as loha
@@ -97,6 +98,7 @@ from .methods.library import unipelt as unipelt
 from .methods.library import vblora as vblora
 from .methods.library import vera as vera
 from .methods.library import waveft as waveft
+from .methods.library import xlora as xlora
 from .methods.registry import methods as methods
 from .methods.registry import parse as parse
 from .methods.registry import register as register

@@ -216,7 +216,7 @@ REFUSED_CONFIGS: tuple[tuple[Callable[[], Any], str], ...] = (
     (lambda: peft.HiraConfig(target_modules=["query"], hira_dropout=0.1), "deltune cannot reproduce hira_dropout=0.1"),
     (lambda: peft.OFTConfig(target_modules=["query"], coft=True, eps=1e-4), "2 problems|cannot reproduce coft=True"),
     (lambda: peft.OFTConfig(target_modules=["query"], r=8, oft_block_size=0), "r=8 is a number of blocks"),
-    (lambda: peft.XLoraConfig(), "deltune cannot reproduce peft_type XLORA: its router weighs"),
+    (lambda: peft.XLoraConfig(), "deltune cannot reproduce peft_type XLORA: PEFT calls its low ranks 0, 1"),
     (lambda: peft.LilyConfig(target_modules=["query"]), "cannot reproduce peft_type LILY: its router is averaged"),
     (lambda: peft.ShadowConfig(), "cannot reproduce peft_type SHADOW: it is a second model beside this one"),
     (lambda: peft.PveraConfig(target_modules=["query"]), "PVERA is read from folders alone"),

@@ -157,6 +157,12 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "mtl_lora": {
         "rank": RANKS, "tasks": RANKS, "ups": RANKS, "temperature": st.floats(0.01, 2), "scale": NUMBERS, **FIELD
     },
+    "xlora": {
+        "number": st.integers(3, 5), "rank": RANKS, "depth": st.integers(1, 3), "width": RANKS, "top_k": st.none() |
+        st.integers(1, 3), "by_place": st.booleans(), "softmax": st.booleans(), "softmax_top_k": st.booleans(),
+        "temperature": st.floats(0.01, 2), "dropout": st.floats(0, 0.9), "first": NUMBERS, "scale": NUMBERS, **FIELD,
+    },
+    "ladder": {"width": st.just(8), "heads": st.sampled_from([1, 2, 4]), "temperature": st.floats(0.01, 2)},
     "poly": {"rank": RANKS, "tasks": RANKS, "skills": RANKS, "splits": st.just(1), **FIELD},
     "ssf": FIELD,
     "beft": FIELD,
@@ -382,9 +388,7 @@ def test_mistakes(text: str, places: tuple[str, ...], says: tuple[str, ...]) -> 
         assert [lines[i - 1][lines[i].index("^") :] for i in carets] == [text[text.index(p) :] for p in places]
 
 
-@pytest.mark.parametrize(
-    "text", ["prefx(length=16)", "lorra", "LoRA(rank=8)", "xlora", "Modification(ffn, lowrank(4))"]
-)
+@pytest.mark.parametrize("text", ["prefx(length=16)", "lorra", "LoRA(rank=8)", "lily", "Modification(ffn, lowrank(4))"])
 def test_a_name_of_ours_misspelt_is_no_part_of_the_users_own(text: str) -> None:
     with pytest.raises(deltune.DeltuneError) as caught:
         deltune.parse(text)

@@ -63,6 +63,7 @@ ARGUMENTS: dict[str, Mapping[str, st.SearchStrategy[str]]] = {
     "full": TOWER,
     "head": {},
     "three_vectors": {},
+    "ladder": {"width": SIZE, "heads": SIZE},
     "trainable_tokens": {
         "tokens": odd(st.sampled_from(["(1,)", "(5, 7)", "[0]", "(1, 1)", "()", "(-1,)", "(99999999,)"])),
     },

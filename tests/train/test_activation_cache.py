@@ -70,6 +70,7 @@ def files(place: Path) -> dict[str, int]:
         ("bert", {"method": f"{UPPER} + three_vectors", "batch_tokens": 64, "batch_size": 32}),
         ("gpt2", {"method": "lora(rank=2, dropout=0.1, layers='upper half')", "device_batch_size": 3, "batch_size": 6}),
         ("gpt2", {"method": "head", "label_smoothing": 0.1}),
+        ("gpt2", {"method": "ladder(width=4, heads=2)"}),
         ("roberta", {"method": "prefix(length=2, layers='upper half')", "seeds": (0, 1)}),
     ],
     ids=lambda value: value if isinstance(value, str) else ", ".join(map(str, value.values())),
@@ -156,6 +157,7 @@ def parts(root: Path, family: str, method: str) -> tuple[FrozenLayers, Inference
     [
         ("bert", UPPER, "all", 1), ("bert", "three_vectors", "first", 3), ("bert", "head", "first", 1),
         ("gpt2", "three_vectors", "last", 3), ("llama", "head", "last", 1), ("llama", UPPER, "all", 1),
+        ("gpt2", "ladder(width=4, heads=2)", "all", 3),
     ],
 )  # fmt: skip
 def test_as_little_as_is_read_is_kept(

@@ -149,6 +149,7 @@ def test_frozen_layers_have_no_dropout_and_what_is_above_has(name: str) -> None:
         ("layernorm", "embeddings.LayerNorm"), ("lora(rank=2)", "encoder.0.self"), ("prompt(length=3)", "embedding"),
         ("prefix(length=2)", "encoder.0.self"), ("full", "embeddings"), ("bitfit", "bias"),
         ("layernorm(layers='upper half') + prefix(length=2)", "encoder.0"), (UPPER[-1], "encoder.layer.0"),
+        ("xlora(layers=(-1,))", "self.query"),  # its first pass runs every layer
     ],
 )  # fmt: skip
 def test_without_a_frozen_layer_below_it_is_an_error(method: str, what: str) -> None:
@@ -163,6 +164,7 @@ def test_without_a_frozen_layer_below_it_is_an_error(method: str, what: str) -> 
     [
         ("bert", "sequence", "head", 4, {"encoder": (4,)}),
         ("bert", "sequence", "three_vectors", 4, {"encoder": (0, 1, 2, 3, 4)}),
+        ("bert", "sequence", "ladder(width=4, heads=2)", 4, {"encoder": (0, 1, 2, 3, 4)}),
         ("bert", "sequence", "layernorm(layers=(3,)) + lora(rank=2, layers=(1, 3))", 1, {"encoder": (1,)}),
         ("bert", "sequence", "layernorm(layers=(2,)) + three_vectors", 2, {"encoder": (0, 1, 2)}),
         ("albert", "sequence", "three_vectors", 1, {"encoder": (0, 1, 2, 3, 4)}),

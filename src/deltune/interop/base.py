@@ -443,7 +443,9 @@ def tensors_by_file_name(anatomy: Anatomy, method: Method, pieces: Sequence[Plac
     tensors: dict[str, torch.Tensor] = {}
     for edit in resolve(anatomy, method, lambda: 0).edits:
         piece = by_place[without_scope(edit.modification), edit.place.name]
-        tensors |= {f"edit.{edit.key}.{leaf}": tensor for leaf, tensor in piece.tensors.items()}
+        for leaf, tensor in piece.tensors.items():
+            shared = edit.tensors[leaf].shared
+            tensors[f"common.{edit.owner(shared)}.{leaf}" if shared else f"edit.{edit.key}.{leaf}"] = tensor
     return tensors
 
 

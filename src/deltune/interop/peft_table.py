@@ -538,7 +538,10 @@ OTHERS: Mapping[str, Other] = {
 }  # fmt: skip
 """The other types that are read."""
 
-REFUSED: Mapping[str, str] = {kind: ABSENT_METHODS[kind.lower()] for kind in ("LILY", "SHADOW", "XLORA")}
+REFUSED: Mapping[str, str] = {kind: ABSENT_METHODS[kind.lower()] for kind in ("LILY", "SHADOW")} | {
+    "XLORA": "PEFT calls its low ranks 0, 1, …, and drops from its folders what has the number of another one in its "
+    'name, such as layers; load the LoRAs, and weigh them by combine("mix(a, b)", mixing="xlora")'
+}
 """The types that are not read, each with the reason."""
 
 PROMPTS = ("PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE")

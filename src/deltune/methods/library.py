@@ -21,8 +21,9 @@ from .forms.hidden import Bottleneck, Mixture, Rescale, Vector
 from .forms.low_rank import Init, LowRank
 from .forms.orthogonal import Butterfly, Householder, PairRotation, PrincipalRotation, Rotation
 from .forms.prompt import Prompt
-from .forms.routed import MTLLoRA, Poly
+from .forms.routed import MTLLoRA, Poly, XLoRA
 from .forms.shared import FRoD, NoLA, RandLoRA, TinyLoRA, UniLoRA, VBLoRA, VeRA
+from .forms.side import Ladder
 from .forms.spectral import SVFT, AdaMSS, Centred, Circulant, FourierFT, LoRAXS, WaveFT
 from .forms.structured import SVD, FrozenSide, GraLoRA, KroneckerBottleneck, LoHa, LoKr, LoReFT, MiSS
 from .forms.weights import DEFT, OSF, DeLoRA, DoRA, GLoRA, HiRA, PEANuT
@@ -647,6 +648,21 @@ def three_vectors() -> Parts:
     return (Modification("hidden_states", Mixture()),)
 
 
+@_library_method
+def ladder(width: int = 64, heads: int = 4, temperature: float = 0.1) -> Parts:
+    """Add what a small network beside the model makes of all its states, U n(g_L) (side tuning; Sung et al. 2022).
+
+    g_i = T_i(μ_i g_{i-1} + (1 - μ_i) D_i h_i), with a transformer layer T_i of this width for each layer. No gradient
+    goes through the model, so that a step keeps of it the hidden states alone. Generate with use_cache=False.
+
+    Args:
+        width: The width of the network.
+        heads: The number of heads of its attentions, which divide the width.
+        temperature: τ of the gates μ_i = σ(α_i / τ).
+    """
+    return (Modification("hidden_states", Ladder(width, heads, temperature)),)
+
+
 # -- arbitrary parameters ---------------------------------------------------------------------------------------------
 
 
@@ -1012,6 +1028,38 @@ def mtl_lora(
         temperature: τ; the lower, the more a task keeps to one B.
     """
     return _at_projections(MTLLoRA(rank, tasks, ups, temperature), scale=scale, **where)
+
+
+@_projection_method
+def xlora(
+    number: int = 4, rank: int = 8, *, depth: int = 1, width: int = 2048, dropout: float = 0.2, by_place: bool = False,
+    softmax: bool = True, temperature: float = 1.0, top_k: int | None = None, softmax_top_k: bool = False,
+    first: float = 0.0, scale: float = 1.0, frozen: bool = False, **where: Unpack[AtProjections],
+) -> Parts:  # fmt: skip
+    """Weigh low ranks for each token, s Σ_i softmax_i(C(h) / τ) B_i A_i x (X-LoRA; Buehler 2024; PEFT: XLoraConfig).
+
+    The classifier C reads the last hidden states h of a first pass of the model, which has no gradient. LoRAs that are
+    trained already are weighed by tuned.combine("mix(a, b)", name="m", mixing="xlora"), which trains C alone.
+
+    Args:
+        number: n, the number of low ranks of each place (PEFT: adapters).
+        depth: The number of linears of the classifier (PEFT: xlora_depth).
+        width: The width between them (PEFT: xlora_size).
+        dropout: The probability of dropping a value between them while training (PEFT: xlora_dropout_p).
+        by_place: Whether each place has weights of its own (PEFT: layerwise_scalings).
+        softmax: Whether the weights are a softmax (PEFT: enable_softmax).
+        temperature: τ of the softmax (PEFT: softmax_temperature).
+        top_k: How many of the largest weights are kept (PEFT: top_k_lora).
+        softmax_top_k: Whether a softmax is made of those that are kept (PEFT: enable_softmax_topk).
+        first: The weights in the first pass (PEFT: scaling_pass_value).
+        scale: s (PEFT: global_scaling_weight).
+        frozen: Whether the classifier alone is trained (PEFT: not use_trainable_adapters).
+    """
+    form = XLoRA(
+        number, rank, depth=depth, width=width, dropout=dropout, by_place=by_place, softmax=softmax,
+        temperature=temperature, top_k=top_k, softmax_top_k=softmax_top_k, first=first, scale=scale, frozen=frozen,
+    )  # fmt: skip
+    return _at_projections(form, **where)
 
 
 @_projection_method

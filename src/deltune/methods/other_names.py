@@ -25,19 +25,14 @@ METHOD_NAMES: Mapping[str, str] = {
     "qlora": "lora(…), on a model that is loaded quantised",
     "rslora": "lora(scale=…), with alpha / √rank for the scale", "ptuningv2": "p_tuning_v2",
     "fulltuning": "full", "fullfinetuning": "full", "finetuning": "full", "finetune": "full", "fft": "full",
+    **dict.fromkeys(("laddersidetuning", "lst", "sidetuning"), "ladder"),
     "linearprobe": "head", "linearprobing": "head", "headonly": "head", "classifieronly": "head", "none": "head",
 }  # fmt: skip
 """Names of methods in other libraries, simplified as by `simplified`, each with an expression."""
 
-_SIDE = (
-    "it is a second model beside this one, which reads the states of all layers; to train without gradients in the "
-    "lower layers, tune the upper ones, such as lora(layers='last 2')"
-)
 ABSENT_METHODS: Mapping[str, str] = {
     "lily": "its router is averaged over a batch, so that rows change each other",
-    "shadow": _SIDE, **dict.fromkeys(("ladder", "laddersidetuning", "lst", "sidetuning"), _SIDE),
-    "xlora": "its router weighs other folders by a first pass of the model, and a method here acts within one pass; "
-    "combine(\"mix(a, b)\", mixing=\"arrow\" or \"attention\") weighs deltas for each token",
+    "shadow": "it is a second model beside this one; a network that reads the states of all layers is ladder",
     **dict.fromkeys(
         ("bone", "compacterplusplus", "multitaskprompttuning", "cpt", "adaptionprompt", "seqbninv", "noreft", "direft",
          "ptuning", "pvera", "cartridge"), "",

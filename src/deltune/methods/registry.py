@@ -23,6 +23,7 @@ from .forms import (
     prompt,
     routed,
     shared,
+    side,
     spectral,
     structured,
     weights,
@@ -89,6 +90,8 @@ _ENTRIES = {
         RegistryEntry(library.ia3, "Liu et al. 2022", "2d + m", "ia3 + layernorm", short_rate=3e-2),
         RegistryEntry(library.ssf, "Lian et al. 2022", "10d + 2m", "ssf(at=('query', 'value', 'ffn'))"),
         RegistryEntry(library.beft, "PEFT", "d", "beft(at=('query', 'value'))"),
+        RegistryEntry(library.ladder, "Sung et al. 2022",
+            "wd + 12w² + 2w + 1; 2wd + w once", "ladder(width=64, heads=4)"),
         RegistryEntry(library.three_vectors, "LN, table 1", "2d + L + 1 once", "three_vectors", short_rate=3e-2),
     ),
     "prompts: vectors that an attention reads beside the text": (
@@ -123,10 +126,11 @@ _ENTRIES = {
         RegistryEntry(library.miss, "Kang and Yin 2024", "2dr", "miss(rank=32)"),
         RegistryEntry(library.gralora, "Jung et al. 2025", "4dr", "gralora(rank=8, blocks=4)"),
     ),
-    "routers: experts of low rank that the task of a row weighs": (
+    "routers: experts of low rank, weighed by the task of a row or by what a first pass reads": (
         RegistryEntry(library.poly, "Ponti et al. 2023", "4drs + 2qst", "poly(tasks=3, rank=4)", rate=3e-3,
             short_rate=3e-2),  # r divides its change, and skills are averaged: at one rate a step is 1 / 2r of LoRA's
         RegistryEntry(library.mtl_lora, "Yang et al. 2024", "2dr(n + 1) + 2(r² + n)t", "mtl_lora(tasks=3, rank=4)"),
+        RegistryEntry(library.xlora, "Buehler and Buehler 2024", "4dnr; (d + 1)n once", "xlora(number=4, rank=4)"),
     ),
     "shared: few numbers and matrices that all places have in common": (
         RegistryEntry(library.vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm"),
@@ -181,6 +185,7 @@ FORMS = tuple(
         prompt,
         routed,
         shared,
+        side,
         spectral,
         structured,
         weights,

@@ -123,6 +123,13 @@ def resolve_locations(anatomy: Anatomy, modification: Modification) -> list[Loca
             f"positions={modification.positions!r} choose tokens of a text, in the main tower of a model with one "
             "stack of layers that reads token ids"
         )
+    if modification.form.reads_first_pass and (
+        len(anatomy.stacks) != 1 or anatomy.stacks[0].words is None or modification.tower != "main"
+    ):
+        raise DeltuneError(
+            f"{modification.form!r} reads a first pass of a text, in the main tower of a model with one stack of "
+            "layers that reads token ids"
+        )
     named = anatomy.tower if modification.tower == "main" else modification.tower
     locations: list[Location] = []
     reasons: list[DeltuneError] = []
@@ -228,6 +235,8 @@ def _resolve_in_tower(anatomy: Anatomy, modification: Modification) -> list[Loca
             requested = modification.attention
             raise DeltuneError(f"attention={requested!r}: this model has {' and '.join(kinds)} attention only")
         raise DeltuneError(_no_such_site(anatomy, modification))
+    width = anatomy.stacks[0].width if len(anatomy.stacks) == 1 else 0
+    sites = [replace(site, widths=replace(site.widths, stack_width=width)) for site in sites]
     return [_with_reading(site, modification) for site in sites]
 
 
@@ -635,7 +644,11 @@ def _hidden_states_location(anatomy: Anatomy, modification: Modification) -> Loc
     if not anatomy.stacks:
         raise DeltuneError(f"not visible: {'; '.join(anatomy.unobserved)}")
     stack = anatomy.stacks[-1]
-    if anatomy.output_kind in ("words", "choices"):
+    if modification.form.reads_text and (len(anatomy.stacks) != 1 or stack.words is None):
+        raise DeltuneError(
+            f"{modification.form!r} reads a text, in a model with one stack of layers that reads token ids"
+        )
+    if modification.form.replaces and anatomy.output_kind in ("words", "choices"):
         raise DeltuneError(
             f"all hidden states are read together by a head of labels; {anatomy.model} answers in {anatomy.output_kind}"
         )

@@ -12,7 +12,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,8 +35,9 @@ from ..methods.forms.base import FactorForm, check_positive
 from ..methods.forms.hidden import Bottleneck, Vector
 from ..methods.forms.low_rank import LowRank
 from ..methods.forms.mix import AttentionMix, Weights, mix_form
+from ..methods.forms.routed import XLoRA
 from ..methods.library import head as head_alone
-from ..methods.library import lora
+from ..methods.library import lora, xlora
 from ..methods.masks import RowMask
 from ..methods.positions import ALL
 from ..methods.spec import ADD, OTHER_PROJECTIONS, PROJECTIONS, Method, MethodSum, Modification, Selection
@@ -312,11 +313,13 @@ def _mixed(
             key = replace(piece.modification, form=LowRank(1) if isinstance(form, LowRank) else form), piece.place.name
             places.setdefault(key, {})[number] = piece
     pieces = []
-    for (modification, _), some in places.items():
-        rank = max(piece.tensors["down"].shape[-2] for piece in some.values())
-        place, kind = next(iter(some.values())).place, modification.form
+    ranks = {key: max(piece.tensors["down"].shape[-2] for piece in some.values()) for key, some in places.items()}
+    for key, some in places.items():
+        place, kind = next(iter(some.values())).place, key[0].form
         activation, bias = (kind.activation, kind.bias) if isinstance(kind, Bottleneck) else ("identity", False)
-        form = mix_form(len(deltas), rank, mixing, activation, bias=bias)
+        form = mix_form(len(deltas), ranks[key], mixing, activation, bias=bias)
+        if is_shared := any(spec.shared for spec in form.tensors(place.widths).values()):
+            form = replace(form, rank=max(ranks.values()))  # what shares tensors is one term
         if isinstance(kind, Bottleneck) and not isinstance(form, AttentionMix):
             raise DeltuneError(
                 f'mixing={mixing!r} is of changes of weights; adapters are mixed by "attention" or "fusion"'
@@ -327,8 +330,14 @@ def _mixed(
             for name, part in piece.tensors.items():
                 tensors[name][number][tuple(map(slice, part.shape))] = part
         form.start(tensors)
-        pieces.append(PlacedTensors(replace(modification, form=form), place, tensors))
-    return shortest_method(attached.anatomy_read(pooling), pieces, set())
+        pieces.append(PlacedTensors(replace(key[0], form=form), place, tensors))
+    method, tensors = shortest_method(attached.anatomy_read(pooling), pieces, set())
+    if is_shared and len(method.terms) > 1:
+        raise DeltuneError(
+            f"mixing={mixing!r} has one classifier for all places, and no one term acts at those of "
+            f"{', '.join(deltas)} alone ({len(method.terms)} terms do): mix deltas of the same sites and layers"
+        )
+    return method, tensors
 
 
 def _bottlenecks(delta: Delta) -> list[PlacedTensors]:
@@ -570,6 +579,11 @@ def shortest_method(
         sites = tuple(dict.fromkeys(p.modification.site for p in pieces))
         at: Any = ("query", "value") if {*sites} == {"query", "value"} else sites[0] if len(sites) == 1 else sites
         candidates.append(partial(lora, form.rank, at=at))
+    if pieces and isinstance(form := pieces[0].modification.form, XLoRA):
+        arguments = {f.name: getattr(form, f.name) for f in fields(form)}
+        sites = tuple(dict.fromkeys(p.modification.site for p in pieces))
+        indices = {int(p.place.name.split(".")[1]) for p in pieces if p.place.layer}
+        candidates += [partial(xlora, **arguments, at=sites, layers=of) for of in ("all", tuple(sorted(indices)))]
     terms = [*method_from_pieces(anatomy, pieces, candidates).terms] if pieces else []
     terms = [*terms, *methods_selecting(anatomy, owned), *others] or [head_alone()]
     method = terms[0] if len(terms) == 1 else MethodSum(tuple(terms))

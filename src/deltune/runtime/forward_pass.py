@@ -51,9 +51,10 @@ class ForwardPass:
         self.batch_size = 0  # how many rows the batch has, for positions that are looked up once for all of them
         # whether the projection to the vocabulary was called, where some delta acts at it
         self.called_vocabulary = False
-        # what is known of the rows: which tokens (B, n) of the running stack each choice of positions has,
-        # and conditions (B,) by name
+        # what is known of the rows: which tokens (B, n) of the running stack each choice of positions has, what a
+        # first pass ended with, and conditions (B,) by name
         self.facts: dict[Any, torch.Tensor] = {}
+        self.first_cache: Any = None  # the cache that a first pass has made, until the pass itself has made its own
         self.generates = False  # whether it is of `generate`
         self.text: int | None = None  # how many tokens `generate` began with, once it has
 

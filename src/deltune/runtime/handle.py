@@ -479,9 +479,10 @@ class Tuned(nn.Module):
             how: `Ties`, `Dare` or `Magnitude`, which join the changes of each weight in another way than by adding.
             head_of: The delta whose head it gets, or "average". Needed where several deltas have a head that trains.
             mixing: The weights of a mix: "scalar" (a number for each, 1/n at first), "softmax" (positive, in all 1),
-                "attention" (for each token), "fusion" (the same of full width and with values, as in AdapterFusion), or
+                "attention" (for each token), "fusion" (the same of full width and with values, as in AdapterFusion),
                 "arrow" (nothing is trained: each token takes the three changes whose direction is nearest to it, or as
-                in "arrow(top_k=2, temperature=0.5)"). Adapters of one activation are mixed by attention or fusion.
+                in "arrow(top_k=2, temperature=0.5)"), or "xlora" (for each token, by a classifier of what a first pass
+                ends with, or as in "xlora(depth=2)"). Adapters of one activation are mixed by attention or fusion.
 
         Returns:
             The handle itself.

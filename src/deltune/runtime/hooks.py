@@ -32,6 +32,7 @@ from ..compat import (
 from ..errors import DeltuneError
 from ..methods.positions import ALL
 from .attention import HOOK_ATTRIBUTE, PrefixRows
+from .first_pass import FirstPassHook
 from .forward_pass import current_pass, remember_for_backward
 from .linear import LinearForward, linear_forward
 from .model_methods import METHODS, WHOLE_MODEL_METHODS
@@ -294,9 +295,13 @@ class HiddenStatesHook(ModuleHook):
             return None
         before = last = output if isinstance(output, torch.Tensor) else output[0]
         states = [*states, last]
+        facts = self.passes.current_pass().facts
         for edit, group in self.passes.assignment().states[self.path]:
-            whole = torch.stack([group.select(h) for h in states])
-            at = ModulePlace(ModuleCall(module, module.forward, None), edit.place, edit.training)
+            whole, of_rows = (
+                torch.stack([group.select(h) for h in states]),
+                {n: group.select(f) for n, f in facts.items()},
+            )
+            at = ModulePlace(ModuleCall(module, module.forward, None, facts=of_rows), edit.place, edit.training)
             last = group.replace(last, edit.compose(whole[-1], edit.form(edit.tensors(), whole, at)))
         return _with_replaced(output, before, last)
 
@@ -351,10 +356,10 @@ HOOK_CLASSES: dict[str, Any] = {
 }  # fmt: skip
 """The hook for each side of a module that a place may be at."""
 
-INSTALL_ORDER = ("states", "chosen", "tokens", "positions", "pooling")
-"""Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: hidden states are
-read before a prompt's rows are removed from them, tokens are chosen before it puts its rows before them, positions are
-shifted where it has put them, and what is left of the states is pooled."""
+INSTALL_ORDER = ("first", "states", "chosen", "tokens", "positions", "pooling")
+"""Kinds of hooks at the same modules, in the order in which they run, whatever was attached first: a first pass has the
+arguments of the caller, hidden states are read before a prompt's rows are removed from them, tokens are chosen before
+it puts its rows before them, positions are shifted where it has put them, and what is left of the states is pooled."""
 
 
 Hooks = dict[tuple[str, str], Callable[[], Hook]]
@@ -375,9 +380,12 @@ def hooks_of_delta(passes: PassManager, delta: Delta) -> Hooks:
             needed[edit.source_path, "input"] = partial(InputHook, passes, edit.source_path)
             parent = _common_parent(target.path, edit.source_path)
             needed[parent, "pass"] = partial(ForwardEntry, passes, parent, always_begins=False)
-        if edit.modification.positions != ALL:
+        if edit.modification.positions != ALL or edit.form.reads_text:
             entry = anatomy.stacks[0].entry
             needed[entry, "chosen"] = partial(TokensHook, passes, entry)
+        if edit.form.reads_first_pass:
+            entry = anatomy.stacks[0].entry
+            needed[entry, "first"] = partial(FirstPassHook, passes, entry)
         if edit.place.shifted_stack:
             entry = anatomy.stack(edit.place.shifted_stack).entry
             needed[entry, "positions"] = partial(PositionHook, passes, entry)

@@ -143,8 +143,12 @@ class PromptHook(ModuleHook):
         this_pass.prompt = prompt_pass
         for positions in self.passes.assignment().positions:
             chosen = this_pass.facts[positions]
-            longer = F.pad(chosen, (added, 0))
-            this_pass.facts[positions] = longer if prompt_pass.order is None else longer.gather(1, prompt_pass.order)
+            longer = F.pad(chosen, (added, 0) * (chosen.dim() - 1))  # `TEXT` has an axis for what sees, too
+            if (order := prompt_pass.order) is not None:
+                for axis in range(1, chosen.dim()):
+                    at_axis = order if chosen.dim() == 2 else order.unsqueeze(3 - axis)
+                    longer = longer.gather(axis, at_axis.expand_as(longer))
+            this_pass.facts[positions] = longer
         kept = {"input_ids", *kwargs} & {*self.arguments, *kwargs}  # some families have no default for the token ids
         return (), {name: value for name, value in arguments.items() if name in kept or value is not None}
 

@@ -20,6 +20,7 @@ from torch import nn
 from ..anatomy.offloading import call_with_weights
 from ..anatomy.types import Anatomy, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt, first_names
+from ..methods.forms.base import TEXT
 from ..methods.forms.prompt import Prompt
 from ..methods.masks import RowMask
 from ..methods.positions import ALL
@@ -309,8 +310,14 @@ class RowAssignment:
             elif target.side not in ("tokens", "weight"):
                 written.setdefault((target.path, target.side), []).append((edit, group))
         chosen = (edit.modification.positions for edit, _ in active_edits(self.groups) if edit not in left_out)
-        # what chooses the tokens of edits that do not act at all of them
+        # what chooses the tokens of edits that do not act at all of them, and `TEXT` where some read the text
         self.positions = tuple(dict.fromkeys(positions for positions in chosen if positions != ALL))
+        if any(edit.form.reads_text for edit, _ in active_edits(self.groups) if edit not in left_out):
+            self.positions = (*self.positions, TEXT)
+        # whether some edit reads the hidden states of a first pass
+        self.reads_first_pass = any(
+            edit.form.reads_first_pass for edit, _ in active_edits(self.groups) if edit not in left_out
+        )
         # the edits of a module's input or output, by path and side
         self.writes = {place: EditChain(edits, place, cache) for place, edits in written.items()}
         prompts = [

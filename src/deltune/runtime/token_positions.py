@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import DeltuneError
+from ..methods.forms.base import TEXT
 from ..methods.positions import chosen_tokens
 from .cached_prompts import self_attention_cache
 from .forward_pass import ForwardPass
@@ -30,7 +31,7 @@ class TokensHook(ModuleHook):
 
     def __init__(self, passes: PassManager, path: str) -> None:
         super().__init__(passes, path)
-        self.arguments = parameter_names(self.module)
+        self.arguments, self.causal = parameter_names(self.module), passes.anatomy.stacks[0].causal
 
     def install(self) -> None:
         self.module.register_forward_pre_hook(self.before, with_kwargs=True)
@@ -60,6 +61,15 @@ class TokensHook(ModuleHook):
         if begun is not None and (size == 1 or not before):
             text = 0 if before else begun
         for positions in needed:
+            if positions == TEXT:
+                if before:
+                    raise DeltuneError(
+                        "a delta in use attends to all tokens of a text, of which a cache lacks the hidden states: "
+                        "generate with use_cache=False"
+                    )
+                visible = _shown(mask, tokens)[:, None, :].expand(-1, size, -1)
+                this_pass.facts[TEXT] = visible.tril() if self.causal else visible
+                continue
             if isinstance(positions, str):
                 if before and begun is not None and size > 1:
                     raise DeltuneError(

@@ -40,7 +40,7 @@ class FrozenBoundary:
         layers: The frozen layers, in order of execution.
         kept_states: For each stack, the states that the layers above may read, by the number of layers that ran before
             (0 is the input of the first).
-        above: Whether any layer runs after the frozen ones.
+        above: Whether any layer, or a network that attends to the text, runs after the frozen ones.
     """
 
     layers: tuple[Layer, ...]
@@ -65,7 +65,8 @@ def find_boundary(anatomy: Anatomy, delta: Delta) -> FrozenBoundary:
         depth = sum(layer.passes for layer in below if layer.stack == stack.name)
         if depth and (above or stack.name == last):  # an encoder's end is read by the decoder's layers alone
             kept_states[stack.name] = tuple(range(depth + 1)) if stack.container in read_whole else (depth,)
-    return FrozenBoundary(below, kept_states, bool(above))
+    reads_text = any(edit.modification.form.reads_text for edit in delta.planned.edits)
+    return FrozenBoundary(below, kept_states, bool(above) or reads_text)
 
 
 def _depths_of_trained(anatomy: Anatomy, delta: Delta) -> Iterator[tuple[int, str]]:
@@ -75,6 +76,7 @@ def _depths_of_trained(anatomy: Anatomy, delta: Delta) -> Iterator[tuple[int, st
         ports = [edit.place.target, *([edit.place.source] if edit.place.source else [])]
         first = min(_layers_before(anatomy, port.path, _area_of(anatomy, port)) for port in ports)
         shifted = [_layers_before_stack(anatomy, edit.place.shifted_stack)] if edit.place.shifted_stack else []
+        first = 0 if edit.modification.form.reads_first_pass else first
         yield min([first, *shifted]), edit.place.name
     tensors: list[Tensor] = [*plan.selected, *(t for t, _ in plan.masked), *(t for g in plan.gated for t in g.tensors)]
     tensors += [t for t in anatomy.tensors if t.name in delta.head]

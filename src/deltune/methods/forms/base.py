@@ -23,6 +23,10 @@ Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 Shapes = dict[str, tuple[int, ...]]
 Statistic = Literal["covariance", "moments", "gradient", "quantisation error", "common basis"]
 """What a form's initial values may need of data, or of other weights; see `Place.statistic`."""
+FIRST_PASS = "first pass"
+"""The fact that is the last hidden states of a first pass; see `Place.facts`."""
+TEXT = "the whole text"
+"""The fact that is which tokens of a text see each other; see `Place.facts`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Widths:
         value_width: The width of a value of one head.
         states: The number of hidden states to mix, at the site that has them all; else 0.
         experts: The number of experts that have tensors of their own each; 0 outside of experts.
+        stack_width: The width of the hidden states of the model's stack; 0 where it has several.
         lookup: Whether x is token ids, each of which stands for a one-hot vector of `in_width`.
         bias: Whether the projection or norm has a bias.
     """
@@ -54,6 +59,7 @@ class Widths:
     experts: int = 0
     lookup: bool = field(default=False, kw_only=True)
     bias: bool = field(default=False, kw_only=True)
+    stack_width: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -133,7 +139,12 @@ class Place(Protocol):
 
     @property
     def facts(self) -> Mapping[Any, torch.Tensor]:
-        """What is known of the rows of this pass, by name: "task_ids" (B,), as `Tuned.condition` was given them."""
+        """What is known of the rows of this pass, by name.
+
+        "task_ids" (B,), as `Tuned.condition` was given them; for forms that read a first pass the hidden states that it
+        ended with, `FIRST_PASS` (B, n, d), which have no gradient, and a width of 0 in the first pass itself; for forms
+        that read the text which tokens each of them sees, `TEXT` (B, n, n).
+        """
         ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -259,6 +270,8 @@ class Form(MethodPart):
             can act at a weight that a module reads itself, as experts and routers do: W + s A.
         reads_ids: Whether u may be token ids, each of which stands for a one-hot vector.
         reads_weight: Whether it reads the frozen projection, so that it can act at projections only.
+        reads_first_pass: Whether it reads the last hidden states of a first pass of the stack, which runs before each.
+        reads_text: Whether it reads which tokens of the text see each other.
     """
 
     needs: ClassVar[str] = "hidden"
@@ -267,6 +280,8 @@ class Form(MethodPart):
     acts_on_weights: ClassVar[bool] = False
     reads_ids: ClassVar[bool] = False
     reads_weight: ClassVar[bool] = False
+    reads_first_pass: ClassVar[bool] = False
+    reads_text: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self)

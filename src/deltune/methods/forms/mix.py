@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ...errors import check_choice
-from ..parser import Positive, Size, parse_expression
+from ..parser import Positive, Size, argument_types, parse_expression
 from .base import FactorForm, Form, Place, Routed, Shapes, Specs, Tensors, TensorSpec, Widths, parameter_specs
 from .hidden import ACTIVATIONS, activate
+from .routed import XLoRA
 from .starts import at_least_float32, buffer_specs, kaiming_
 
 if TYPE_CHECKING:
@@ -187,29 +189,28 @@ class Arrow(Routed):
         return torch.zeros_like(near).scatter(-1, chosen, values.softmax(-1))
 
 
-Weights = Literal["scalar", "softmax", "attention", "fusion", "arrow"]
+Weights = Literal["scalar", "softmax", "attention", "fusion", "arrow", "xlora"]
 
 
 def mix_form(
     number: int, rank: int, mixing: Weights | str, activation: str = "identity", *, bias: bool = False
-) -> Mix | AttentionMix | Arrow:
+) -> Mix | AttentionMix | Arrow | XLoRA:
     """Return the form that mixes so many changes by weights of a kind; an activation or a bias needs attention.
 
     Args:
-        mixing: One of `Weights`, or such as "arrow(top_k=2, temperature=0.5)".
+        mixing: One of `Weights`, or such as "arrow(top_k=2, temperature=0.5)" or "xlora(depth=2)".
 
     Raises:
         DeltuneError: There is no such kind.
     """
-    if isinstance(mixing, str) and mixing.startswith("arrow("):
-
-        def arrow(*, top_k: Size = 3, temperature: Positive = 1.0) -> Arrow:
-            return Arrow(number, rank, top_k=top_k, temperature=temperature)
-
-        return parse_expression(mixing, {"arrow": arrow})
+    kinds: dict[str, partial[Any]] = {
+        "arrow": partial(Arrow, number, rank), "xlora": partial(XLoRA, number, rank, frozen=True),
+    }  # fmt: skip
+    if isinstance(mixing, str) and mixing.partition("(")[0] in kinds:
+        for make in kinds.values():
+            make.__annotations__ = argument_types(make.func)
+        return parse_expression(mixing, kinds)
     check_choice("mixing", mixing, get_args(Weights))
-    if mixing == "arrow":
-        return Arrow(number, rank)
     if mixing in ("scalar", "softmax"):
         return Mix(number, rank, softmax=mixing == "softmax")
     whole = mixing == "fusion"

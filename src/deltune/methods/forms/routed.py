@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from ...errors import DeltuneError
-from ..parser import Positive, Size
-from .base import Place, Routed, Specs, Tensors, Widths, parameter_specs
+from ..parser import Positive, Share, Size
+from .base import FIRST_PASS, Place, Routed, Specs, Tensors, TensorSpec, Widths, parameter_specs
 from .starts import indivisible, kaiming_
 
 if TYPE_CHECKING:
@@ -136,3 +136,107 @@ class MTLLoRA(Routed):
     def inner(self, tensors: Tensors, v: torch.Tensor, weights: torch.Tensor, at: Place) -> torch.Tensor:
         transform = tensors["transform"][tasks_of_rows(at, v, self.tasks)].to(v.dtype)  # (B, r, r)
         return (v.flatten(1, -2) @ transform.mT).view(v.shape)
+
+
+@dataclass(frozen=True, repr=False)
+class XLoRA(Routed):
+    """Low ranks that a classifier of the hidden states of a first pass weighs for each token (X-LoRA; Buehler 2024).
+
+    Δh = s Σ_i w_i B_i A_i x with w = softmax(C(h) / τ), where h are the hidden states that a first pass ends with, in
+    which every w_i is one number. C is a linear, or several with ReLU and dropout between them. PEFT: XLoraConfig.
+
+    Tensors: down A (n, r, d_in), Kaiming uniform; up B (n, d_out, r), 0; weight_i and bias_i of the classifier's
+        linears, uniform in ±1 / √d_in, which all places share; with `by_place` each place has its own last one.
+
+    Args:
+        number: n, at least 1.
+        rank: r, at least 1; low ranks of lower rank end in zeros.
+        depth: The number of linears of the classifier.
+        width: The width between them.
+        dropout: The probability of dropping a value between them while training, of each place for itself.
+        by_place: Whether each place has weights of its own.
+        softmax: Whether w is a softmax; otherwise w = C(h).
+        temperature: τ, above 0.
+        top_k: How many of the largest w_i are kept; None: all.
+        softmax_top_k: Whether a softmax is made of those that are kept and not 0.
+        first: The weights in the first pass, before `top_k`.
+        scale: s.
+        frozen: Whether the classifier alone is trained.
+    """
+
+    number: Size
+    rank: Size = 8
+    _: KW_ONLY
+    depth: Size = 1
+    width: Size = 2048
+    dropout: Share = 0.2
+    by_place: bool = False
+    softmax: bool = True
+    temperature: Positive = 1.0
+    top_k: Size | None = None
+    softmax_top_k: bool = False
+    first: float = 0.0
+    scale: float = 1.0
+    frozen: bool = False
+
+    reads_first_pass: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.top_k or 1) > self.number:
+            raise DeltuneError(f"top_k={self.top_k}: there are {self.number} low ranks")
+
+    @property
+    def starts_at_zero(self) -> bool:
+        return not self.frozen
+
+    def tensors(self, widths: Widths) -> Specs:
+        sizes = (widths.stack_width, *(self.width,) * (self.depth - 1), self.number)
+        specs: Specs = {}
+        for i in range(self.depth):
+            owner: Literal["term"] | None = None if self.by_place and i == self.depth - 1 else "term"
+            specs[f"weight_{i}"] = TensorSpec((sizes[i + 1], sizes[i]), shared=owner)
+            specs[f"bias_{i}"] = TensorSpec((sizes[i + 1],), shared=owner)
+        for name, shape in {"down": (self.rank, widths.in_width), "up": (widths.out_width, self.rank)}.items():
+            specs[name] = TensorSpec((self.number, *shape), trained=not self.frozen)
+        return specs
+
+    def initialize(self, tensors: Tensors, at: Place | None) -> None:
+        kaiming_(tensors["down"])
+        if self.frozen:
+            tensors["up"].normal_(std=0.02)
+        else:
+            tensors["up"].zero_()
+        self.start(tensors)
+
+    def start(self, tensors: Tensors) -> None:
+        """Set what is not of the low ranks."""
+        for i in range(self.depth):
+            if f"weight_{i}" in tensors:
+                weight = kaiming_(tensors[f"weight_{i}"])
+                kaiming_(tensors[f"bias_{i}"], fan_in=weight.shape[1])
+
+    def weights(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
+        import torch
+        from torch.nn import functional as F
+
+        h = at.facts.get(FIRST_PASS)
+        if h is None or (h.shape[-1] and h.shape[:-1] != u.shape[:-1]):
+            raise DeltuneError(
+                f"{type(self).__name__} reads a first pass, and this call has none of its {u.shape[-2]} tokens: call "
+                "the model itself, and use it without a prompt"
+            )
+        if not h.shape[-1]:
+            w = u.new_full((*u.shape[:-1], self.number), self.first)
+        else:
+            for i in range(self.depth):
+                h = F.linear(h, tensors[f"weight_{i}"].to(h.dtype), tensors[f"bias_{i}"].to(h.dtype))
+                if i < self.depth - 1:
+                    h = F.dropout(h.relu(), self.dropout, at.training)
+            w = (h / self.temperature).softmax(-1) if self.softmax else h
+        if self.top_k is not None:
+            w = w * torch.zeros_like(w).scatter(-1, w.topk(self.top_k).indices, 1)
+        if self.softmax_top_k:
+            left_out = w == 0
+            w = w.masked_fill(left_out, torch.finfo(w.dtype).min).softmax(-1).masked_fill(left_out, 0)
+        return w * self.scale

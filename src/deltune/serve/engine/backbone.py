@@ -161,12 +161,20 @@ class Backbone:
         return PreparedDelta(name, facts, self, delta, labels, size)
 
     def _check(self, delta: Delta) -> None:
-        """Refuse what needs to know which tokens of a cache were invoked."""
+        """Refuse what keeps more of a text than the cache has: which tokens were invoked, or a first pass."""
         acts = (edit.modification.positions for edit in delta.all_edits())
         if "generate" in HEAD_TASKS[self.head] and (chosen := next((one for one in acts if one != ALL), None)):
             raise DeltuneError(
                 f"this delta acts at the tokens {chosen!r} of a text, which a server that generates does not follow: "
                 "call model.generate with the delta in use"
+            )
+
+        if "generate" in HEAD_TASKS[self.head] and any(
+            edit.form.reads_first_pass or edit.form.reads_text for edit in delta.all_edits()
+        ):
+            raise DeltuneError(
+                "this delta reads more of a text than the cache of a server that generates has: call model.generate "
+                "with the delta in use"
             )
 
     def attach(self, prepared: PreparedDelta) -> LoadedDelta:
