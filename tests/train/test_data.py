@@ -449,7 +449,9 @@ def test_a_csv_has_the_separator_of_its_header(mark: str, tmp_path: Path, caplog
     assert split["score"][:] == [float(score) for _, score in rows]
     assert f"separated by {mark!r}" in caplog.text
     (tmp_path / "train.csv").write_text(f"text{mark}score\na{mark}1,5\nb{mark}0,5\n")
-    assert "line 2: column 'score' is not a number but '1,5'" in message(str(tmp_path), ["text", "score"])
+    assert "line 2: column 'score' is not a number but '1,5'" in message(
+        str(tmp_path), {"text": "text", "score": "score"}
+    )
 
 
 def test_a_flag_may_never_be_set(tmp_path: Path) -> None:

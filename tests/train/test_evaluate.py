@@ -171,7 +171,7 @@ def test_a_merged_model_knows_the_columns_and_lengths_of_its_run(tmp_path: Path)
         tmp_path / "data" / "train.jsonl", [{"said": r["text"], "is": r["label"]} for r in tiny.sentences(12, 0)]
     )
     tiny.lines(tmp_path / "data" / "test.jsonl", [{"said": r["text"], "is": r["label"]} for r in tiny.sentences(12, 1)])
-    spec = tiny.spec(tmp_path, columns={"text": "said", "label": "is"}, epochs=1, max_length=5)
+    spec = tiny.spec(tmp_path, method="lora", columns={"text": "said", "label": "is"}, epochs=1, max_length=5)
     train(spec, tmp_path / "run")
     (tmp_path / "texts.csv").write_text("is,said\nx,the old plum is on the table\n")
     for folder in (tmp_path / "run" / "delta", merge_run(tmp_path / "run", tmp_path / "merged")):
