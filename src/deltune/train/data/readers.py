@@ -225,13 +225,13 @@ def _separator(path: Path) -> str:
     """Return what separates the columns of a CSV: the one mark that separates the names in its header."""
     csv.field_size_limit(MAX_LINE_LENGTH)  # the default of 128 KiB is less than a long document
     headers = {mark: next(csv.reader((line for _, line in text_lines(path)), delimiter=mark), []) for mark in ",;\t|"}
-    found = [mark for mark, header in headers.items() if len(header) > 1]
-    if len(found) > 1:
+    marks = [mark for mark, header in headers.items() if len(header) > 1]
+    if len(marks) > 1:
         raise UnreadableFileError(
-            f"{path.name} line 1: its columns could be separated by {' or '.join(map(repr, found))}; put the names in "
+            f"{path.name} line 1: its columns could be separated by {' or '.join(map(repr, marks))}; put the names in "
             "quotes that hold one of them"
         )
-    return found[0] if found else ","
+    return marks[0] if marks else ","
 
 
 def _read_tsv(path: Path, problems: list[str]) -> RowsRead:
