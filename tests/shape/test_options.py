@@ -83,7 +83,7 @@ IN_PYTHON: dict[str, tuple[str, Callable[..., Any], set[str]]] = {
     "extract": ("extract", deltune.extract, {"name"}),
     "fit": ("fit", deltune.fit, set()),
     "generate": ("generate", inference.generate, {"source", "prompts", "stream", "base"}),
-    "import": ("import", inference.import_adapter, set()),
+    "import": ("import", inference.import_adapter, {"base"}),
     "merge": ("merge", inference.merge_run, {"base"}),
     "train": ("train", train, {"config", "resume", "progress", "cache", "report", "rows", "stop_if"}),
 }

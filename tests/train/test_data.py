@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 import tiny
@@ -421,8 +422,7 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     "fastText": ({"train_txt": "__label__a b\n__label__b c\n"}, "fastText", {"kind": "language"}, "language"),
     "CoNLL-U": ({"train_conll": "1\tAda\tNOUN\n2\tgoes\tVERB\n"}, "the first column counts the tokens", {}, ""),
     "tags first": ({"train_conll": "B-PER Ada\nO lives\n"}, "the tags stand before the tokens", {}, ""),
-    "semicolons": ({"train_csv": "text;label\na b;x\n"}, "separated by ';', 'text;label'; save it with commas", {}, ""),
-    "tabs": ({"train_csv": "text\tlabel\na b\tx\n"}, "save it as .tsv", {}, ""),
+    "two separators": ({"train_csv": "text;label,x\na b;x\n"}, "separated by ',' or ';'; put", {}, ""),
     "quotes in .tsv": ({"train_tsv": 'text\tlabel\n"he ""x"""\ta\n'}, "line 2: '\"he \"\"x\"\"\"' is quoted", {}, ""),
 }  # fmt: skip
 """Files, what is said of them, and what is given to read them nevertheless with the kind of task that they then are."""
@@ -436,6 +436,22 @@ def test_what_may_be_something_else_is_asked(tmp_path: Path, case: str) -> None:
     assert expected in text and len(text) < 1200
     if kind:
         assert loading.load_data(source, **options).kind == kind
+
+
+@pytest.mark.parametrize("mark", [";", "\t", "|"])
+def test_a_csv_has_the_separator_of_its_header(mark: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [("it costs 1,5; or more", "1.5"), ("a tab\t, a bar |", "0.5")]
+    pandas.DataFrame(rows, columns=["text", "score"]).to_csv(tmp_path / "train.csv", sep=mark, index=False)
+    with caplog.at_level("INFO", "deltune"):
+        got = loading.load_data(str(tmp_path))
+    split = got.splits["train"]
+    assert got.kind == "regression" and split["text"][:] == [text for text, _ in rows]
+    assert split["score"][:] == [float(score) for _, score in rows]
+    assert f"separated by {mark!r}" in caplog.text
+    (tmp_path / "train.csv").write_text(f"text{mark}score\na{mark}1,5\nb{mark}0,5\n")
+    assert "line 2: column 'score' is not a number but '1,5'" in message(
+        str(tmp_path), {"text": "text", "score": "score"}
+    )
 
 
 def test_a_flag_may_never_be_set(tmp_path: Path) -> None:
@@ -725,9 +741,10 @@ def test_one_file_is_split_by_the_seed(tmp_path: Path) -> None:
         loading.load_data(str(tmp_path / f), seed=s) for f, s in (("a.jsonl", 0), ("b.json", 0), ("a.jsonl", 1))
     )
     assert {split: len(of) for split, of in one.splits.items()} == {"train": 33, "validation": 4, "test": 4}
+    assert all(one.splits[split]["id"][:] == array.splits[split]["id"][:] for split in one.splits)
     assert one.fingerprint == array.fingerprint != other.fingerprint and "seed 0 (--seed): 33 train" in one.notes[0]
-    drawn = {int(name.removeprefix("line-")) for split in one.splits.values() for name in split["id"]}
-    assert drawn == {*range(1, 42)} and "line-41" in one.splits["train"]["id"]  # which has a label of its own
+    drawn = {int(name.removeprefix("row-")) for split in one.splits.values() for name in split["id"]}
+    assert drawn == {*range(1, 42)} and "row-41" in one.splits["train"]["id"]  # which has a label of its own
     for split in ("validation", "test"):  # in the shares of the labels, of which the rare one has too few
         assert {*one.splits[split]["label"]} == {0, 1, 3} and one.labels[2] == "rare"
     scored = loading.load_data(str(tmp_path / "a.jsonl"), labels=one.labels, training=False)

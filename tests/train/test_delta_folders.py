@@ -79,7 +79,7 @@ def test_labels_without_names_are_named(places: Path, tmp_path: Path) -> None:
     assert evaluate(places / "peft", data=str(places / "data.jsonl"), base=base, labels=labels) == expected
     merged = merge_run(places / "peft", tmp_path / "merged", base=base, labels=labels)
     assert [*load_config(str(merged)).id2label.values()] == labels
-    import_adapter(places / "peft", base, tmp_path / "imported", labels=labels)
+    import_adapter(places / "peft", tmp_path / "imported", labels=labels)  # on the base that it names
     assert open_run(tmp_path / "imported", base).labels == tuple(labels)
     assert deltune.load(base, tmp_path / "imported").model.config.num_labels == 3
     with pytest.raises(DeltuneError, match="LABEL_2: --labels names those that have no names, each once, and here are"):

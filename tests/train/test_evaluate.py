@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.train import prediction_inputs
 from deltune.train.config import RunConfig
-from deltune.train.inference import evaluate, load_run, merge_run, predict, rescore
+from deltune.train.inference import evaluate, evaluate_model, load_run, merge_run, predict, rescore
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
 
@@ -163,6 +164,42 @@ def test_merged_it_is_a_plain_checkpoint(run: RunFolder, tmp_path: Path) -> None
     assert not [name for name in model.state_dict() if "deltune" in name]
     with pytest.raises(DeltuneError, match="not an empty folder"):
         merge_run(run.folder, folder)
+
+
+def test_a_merged_model_knows_the_columns_and_lengths_of_its_run(tmp_path: Path) -> None:
+    tiny.lines(
+        tmp_path / "data" / "train.jsonl", [{"said": r["text"], "is": r["label"]} for r in tiny.sentences(12, 0)]
+    )
+    tiny.lines(tmp_path / "data" / "test.jsonl", [{"said": r["text"], "is": r["label"]} for r in tiny.sentences(12, 1)])
+    spec = tiny.spec(tmp_path, method="lora", columns={"text": "said", "label": "is"}, epochs=1, max_length=5)
+    train(spec, tmp_path / "run")
+    (tmp_path / "texts.csv").write_text("is,said\nx,the old plum is on the table\n")
+    for folder in (tmp_path / "run" / "delta", merge_run(tmp_path / "run", tmp_path / "merged")):
+        (row,) = prediction_inputs.inputs_from_file(tmp_path / "texts.csv", folder)
+        with pytest.warns(UserWarning, match="cut to the 5 tokens"):
+            (answer,) = predict(folder, [row["input"]])
+        with pytest.warns(UserWarning, match="cut to the 5 tokens"):
+            (expected,) = predict(tmp_path / "run", ["the old plum is on the table"])
+        assert answer["scores"] == pytest.approx(expected["scores"], abs=1e-5)
+    scores = evaluate_model(str(tmp_path / "merged"), str(tmp_path / "data"), splits=["test"])["test"]
+    assert scores == pytest.approx(evaluate(tmp_path / "run", splits=["test"])["test"], abs=1e-4)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".json", ".parquet"])
+def test_a_row_has_the_same_number_everywhere(suffix: str, run: RunFolder, tmp_path: Path) -> None:
+    """From 1, without the header, however many lines a row or the file has."""
+    table = pandas.DataFrame([("the plum\nand\nthe fig", "fruit"), ("a saw", "tool")], columns=["text", "label"])
+    file = tmp_path / f"rows{suffix}"
+    if suffix == ".csv":
+        table.to_csv(file, index=False)
+    elif suffix == ".parquet":
+        table.to_parquet(file)
+    else:
+        table.to_json(file, orient="records", lines=suffix == ".jsonl", indent=None if suffix == ".jsonl" else 1)
+    evaluate(run.folder, str(file), output=tmp_path / "scored")
+    predicted = prediction_inputs.inputs_from_file(file, run.folder)
+    assert [row["id"] for row in predicted] == ["1", "2"]
+    assert [row["id"] for row in tiny.objects(tmp_path / "scored" / "test.jsonl")] == ["test-1", "test-2"]
 
 
 def test_what_cannot_be_merged(pairs: RunFolder, tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ def test_the_errors_of_each_kind_of_task(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["tagging", "language"])
 def test_predictions_of_another_kind_are_refused(kind: str) -> None:
     with pytest.raises(DeltuneError, match=f"not those of {kind}"):
-        analyse(kind, [{"prediction": {}, "reference": None, "input": 3}])
+        analyse(kind, [{"id": "1", "prediction": {}, "reference": None, "input": 3}])
 
 
 def test_what_is_counted() -> None:
@@ -232,7 +232,7 @@ def test_what_is_counted() -> None:
     by_type, by_error = analyse("tagging", LINES["tagging"][0]).tables
     assert by_type.rows[0] == ("X", "2", "2", "0.500", "0.500", "0.500")
     assert dict(by_error.rows) == {"X with wrong ends": "1", "Z taken for Y": "1"}
-    many = [{"prediction": str(i + 1), "reference": str(i), "input": ""} for i in range(MAX_MATRIX + 1)]
+    many = [{"id": i, "prediction": str(i + 1), "reference": str(i), "input": ""} for i in range(MAX_MATRIX + 1)]
     analysis = analyse("classification", many)
     assert analysis.confusion is None and analysis.tables[0].title == "Most frequent confusions"
 

@@ -237,7 +237,10 @@ def test_what_is_trained_in_bf16_is_float32_and_so_is_the_base(root: Path, tmp_p
     other = train(spec.replace(precision="fp32"), tmp_path / "fp32", cache=cache)
     facts = [json.loads((tmp_path / name / "delta" / "delta.json").read_text()) for name in ("run", "fp32")]
     assert facts[0]["base"] == facts[1]["base"], "the fingerprint is of the base in float32"
-    assert facts[0]["trained"] == {"max_length": spec.data.max_length, "takes_pairs": False}, "which servers read"
+    assert facts[0]["trained"] == {
+        "max_length": spec.data.max_length,
+        "columns": {"text": "text", "label": "label"},
+    }, "which servers read"
     assert metrics.validation["loss"] == pytest.approx(other.validation["loss"], rel=1e-2)
 
 

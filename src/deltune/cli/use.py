@@ -425,8 +425,8 @@ def _print_delta(handle: Tuned, output: Path, as_json: bool) -> None:
 
 def import_folder(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that PEFT or AdapterHub saved.")],
-    model: Annotated[str, typer.Option(help="The base model: hub id, folder or minilm.")],
     output: Output,
+    base: BaseModelOption = None,
     kind: Kind = None,
     labels: LabelsOption = None,
     quiet: Quiet = False,
@@ -436,7 +436,7 @@ def import_folder(
     with log_to_stderr(quiet):
         from ..train import inference
 
-        handle = inference.import_adapter(folder, model, output, kind, listed(labels))
+        handle = inference.import_adapter(folder, output, base, kind, listed(labels))
     _print_delta(handle, output, as_json)
 
 

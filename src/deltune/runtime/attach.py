@@ -51,7 +51,15 @@ from ..methods.registry import parse
 from ..methods.resolve import ResolvedMethod
 from ..methods.schedules import RankSchedule
 from ..methods.spec import Method
-from ..models import HEADS, HEADS_WITH_LABELS, Pooling, head_of_class, head_of_class_name, load_model
+from ..models import (
+    HEADS,
+    HEADS_WITH_LABELS,
+    Pooling,
+    check_versions,
+    head_of_class,
+    head_of_class_name,
+    load_model,
+)  # fmt: skip
 from . import hub, serialization
 from .attached import Attached, check_name
 from .attention import prefix_implementation
@@ -216,6 +224,7 @@ def attach(
             tuned, a part of it belongs to another model with deltas, or there is too little memory. The model stays as
             it was.
     """
+    check_versions()
     model = _checked_model(model)
     with _default_modes():
         check_gradients_pass(model)

@@ -98,17 +98,22 @@ class BaseFacts(_Part):
 
 
 class TrainedFacts(_Part):
-    """The inputs on which a run trained the delta: their greatest length in tokens, and whether they are pairs.
+    """The inputs on which a run trained the delta: their greatest length in tokens, and their columns by role.
 
     Of conversations also the chat template, and the tokens that end an answer; of several tasks their names, in the
     order of their numbers.
     """
 
     max_length: Annotated[int, Field(ge=1, lt=1 << 48)] | None = None
-    takes_pairs: bool | None = None
+    columns: dict[Text, Text] | None = None
     chat_template: Annotated[str, Field(max_length=1 << 20)] | None = None
     end_tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 48)]], Field(max_length=64)] | None = None
     tasks: Annotated[list[Text], Field(max_length=1 << 16)] | None = None
+
+    @property
+    def takes_pairs(self) -> bool | None:
+        """True for pairs of texts, False for single texts; None where the inputs are others, or not known."""
+        return "pair" in self.columns if self.columns and "text" in self.columns else None
 
 
 class DeltaMetadata(_Part):

@@ -17,9 +17,8 @@ from transformers import TextStreamer
 
 from ..compat import silent_loading
 from ..errors import DeltuneError, check_booleans, error_from_problems, error_summary, excerpt, unknown_name
-from ..files import explain_write_errors, user_path, write_jsonl
+from ..files import explain_write_errors, user_path, write_json, write_jsonl
 from ..interop.base import is_foreign
-from ..interop.foreign import foreign_model_kind
 from ..models import (
     HEADS,
     HEADS_WITH_LABELS,
@@ -54,7 +53,7 @@ from .overview import absent_labels, label_counts
 from .prediction_inputs import Input, columns_from_inputs
 from .presets import merge_values
 from .progress import ProgressDisplay
-from .run_folder import DeltaFolder, ModelFolder, RunFolder, named_labels, open_run
+from .run_folder import MERGED_FACTS, DeltaFolder, ModelFolder, RunFolder, merged_facts, open_run
 from .setup import (
     TaskSetup,
     check_fits,
@@ -380,7 +379,8 @@ def evaluate(
             "give conversations: --data"
         )
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
-        chosen = columns or config.data.columns or (None if is_delta else folder.data.columns) or None
+        trained = (folder.trained.columns if folder.trained else None) if is_delta else folder.data.columns
+        chosen = columns or config.data.columns or trained or None
         config = config.replace(data=data, task=loaded.kind.name, columns=chosen, validation_rows=None, test_rows=None)
     if other is not None:
         values = {n: v for n, v in config.flat().items() if n not in ("data", "columns", "labels", "metric")}
@@ -425,10 +425,13 @@ def evaluate_model(
     max_length: int | None = None,
     data_root: str | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Score a model as it is, before any tuning."""
-    lengths = {} if max_length is None else {"max_length": max_length}
+    """Score a model as it is, before any tuning; a merged one reads the columns and lengths of its run by default."""
+    trained = merged_facts(Path(model))
+    length = trained.max_length if max_length is None else max_length
+    lengths = {} if length is None else {"max_length": length}
+    chosen = columns or (trained.columns if task is None else None)
     config = RunConfig.from_flat(
-        model=model, data=data, task=task, columns=columns, answer=answer, method="head", data_root=data_root, **lengths
+        model=model, data=data, task=task, columns=chosen, answer=answer, method="head", data_root=data_root, **lengths
     )
     return evaluate_untuned(config, splits, output, progress=progress)
 
@@ -815,12 +818,14 @@ def merge_run(
                 warnings.warn(warning, stacklevel=2)
             length = opened.trained.max_length if opened.trained else None
             write_sentence_model(merged, tokenizer, pooling, fresh, length)
-            return to
-        merged = handle.merge(dequantize=dequantize)
-        if merged.can_generate():  # whoever loads it is to stop where training has written an end
-            merged.generation_config.eos_token_id = list(end_tokens(tokenizer, merged)) or None
-        merged.save_pretrained(fresh)
-        tokenizer.save_pretrained(fresh)
+        else:
+            merged = handle.merge(dequantize=dequantize)
+            if merged.can_generate():  # whoever loads it is to stop where training has written an end
+                merged.generation_config.eos_token_id = list(end_tokens(tokenizer, merged)) or None
+            merged.save_pretrained(fresh)
+            tokenizer.save_pretrained(fresh)
+        if opened.trained is not None:
+            write_json(fresh / MERGED_FACTS, opened.trained.model_dump(exclude_none=True))
     return to
 
 
@@ -849,19 +854,20 @@ def export_run(run: str | Path, output: str | Path, format: str = "peft", base: 
 
 
 def import_adapter(
-    folder: str | Path, model: str, output: str | Path, kind: str | None = None, labels: Sequence[str] | None = None
+    folder: str | Path,
+    output: str | Path,
+    base: str | None = None,
+    kind: str | None = None,
+    labels: Sequence[str] | None = None,
 ) -> Tuned:
-    """Turn a folder of PEFT or AdapterHub into a delta folder for a base model."""
+    """Turn a folder of PEFT or AdapterHub into a delta folder for a base model, by default the one that it names."""
     folder, to = user_path(folder, "folder"), user_path(output, "output")
     if not is_foreign(folder):
         raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
     if kind is not None and kind not in HEADS:
         raise DeltuneError(unknown_name("kind of model", kind, HEADS))
-    default_kind, count = foreign_model_kind(folder)
-    load_config(model)
-    has_labels = count is not None and kind in (None, default_kind)
-    unnamed = [f"LABEL_{i}" for i in range(count or 0)] if has_labels else None
-    names = unnamed if labels is None else list(named_labels(unnamed or (), labels, folder))
-    handle = attach.load(load_model(model, kind or default_kind, names), folder)
+    opened = DeltaFolder(folder, base, labels=labels)
+    names = list(opened.labels) if kind in (None, opened.head) else []
+    handle = attach.load(load_model(str(opened.base), kind or opened.head, names or None), folder)
     handle.save(to)
     return handle

@@ -130,14 +130,14 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
         if problems:
             raise file_error(str(path), problems)
     inputs = []
-    for line, row in table.rows:
+    for name, (line, row) in zip(table.row_ids(), table.rows, strict=True):
         value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns), run_dir)
         for role, column in columns.items():
             if not value_fits(INPUT_TYPES[role], value[role]):
                 raise DeltuneError(
                     f"{table.location(line)}: column {column!r} must be {TYPE_DESCRIPTIONS[INPUT_TYPES[role]]}"
                 )
-        inputs.append({"id": str(row.get("id", line)), "input": value})
+        inputs.append({"id": name, "input": value})
     return inputs
 
 

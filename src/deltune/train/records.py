@@ -190,11 +190,12 @@ class LogLine(Record):
 class PredictionLine(Record):
     """A line of predictions/SPLIT.jsonl, as far as scoring it again reads it."""
 
+    id: str | int
     prediction: Any
     reference: Any
 
 
-def check_record(kind: type[Record], values: dict[str, Any], where: str) -> dict[str, Any]:
+def check_record(kind: type[BaseModel], values: dict[str, Any], where: str) -> dict[str, Any]:
     """Check the values of a file and return them as they are."""
     try:
         kind.model_validate(values)
@@ -208,7 +209,7 @@ def check_record(kind: type[Record], values: dict[str, Any], where: str) -> dict
     return values
 
 
-def read_record(kind: type[Record], path: Path) -> dict[str, Any]:
+def read_record(kind: type[BaseModel], path: Path) -> dict[str, Any]:
     """Read a JSON object that a run wrote, check it, and return it as it is."""
     return check_record(kind, read_json_object(path), str(path))
 

@@ -37,7 +37,7 @@ from ..templates import end_tokens
 from . import activation_cache, checkpoints, distributed
 from . import setup as task_setup
 from .config import DataSection, ModelSection, OptimSection, RunConfig
-from .data.columns import INPUT_TYPES, LABELLED_TEXTS, TASK_COLUMNS
+from .data.columns import INPUT_TYPES, TASK_COLUMNS
 from .data.formats import COLUMN, as_conversations
 from .data.loading import TaskData
 from .data.packing import Packing, choose_packing
@@ -433,8 +433,7 @@ def _prepare(
         raise DeltuneError(f"{config.method.expression!r} with head={config.method.head!r} trains nothing")
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
     limits = fit_lengths(model, kind, limits)
-    pairs = "pair" in (data.columns or {}) if kind.name in LABELLED_TEXTS else None
-    tuned.delta().trained = {"max_length": limits.max_length, "takes_pairs": pairs}
+    tuned.delta().trained = {"max_length": limits.max_length, "columns": data.columns}
     _number_tasks(tuned.delta(), data, start)
     columns: dict[str, Columns] = {split: columns_of(rows) for split, rows in data.splits.items()}
     with ProgressDisplay(progress and distributed.is_main()) as bar:

@@ -46,6 +46,9 @@ from .records import (
 
 REPORT_FILE = "report.html"
 
+MERGED_FACTS = "trained.json"
+"""The file of a merged model with the inputs that its delta was trained on, as delta.json has them."""
+
 LOCK_FILE = ".lock"
 """The file that a process locks while it works on a run; only a killed process leaves it behind."""
 
@@ -447,9 +450,10 @@ class DeltaFolder(RunFolder):
         }  # fmt: skip
         if self.head not in kinds:
             raise DeltuneError(f"{self.folder} is a delta for a model without a head, which answers nothing by itself")
-        columns = {"text": "text", "pair": "pair"} if self.pairs else {}
+        columns = dict(self._trained.columns or {}) if self._trained else {}
+        columns = columns or ({"text": "text", "pair": "pair"} if self.pairs else {})
         if not self.is_foreign and parse(self._method).tasks > 1:
-            columns["task"] = "task"
+            columns.setdefault("task", "task")
         return DataFacts(kind=kinds[self.head], columns=columns, labels=list(self._labels))
 
     @property
@@ -475,9 +479,16 @@ class ModelFolder(DeltaFolder):
                 f"{self.folder} is a model without a trained head over labels, and spec.yaml is missing, which a run "
                 "has: give a run, or for a language model deltune generate"
             )
-        self.head, self.pairs = kind, pairs
         self.base, self.is_foreign, self.names_labels = str(self.folder), False, False
-        self._method, self._trained, self._problem_type = "head", None, load_config(self.base).problem_type
+        self._method, self._trained = "head", merged_facts(self.folder)
+        self._problem_type = load_config(self.base).problem_type
+        self.head, self.pairs = kind, pairs or bool(self._trained.takes_pairs)
+
+
+def merged_facts(folder: Path) -> TrainedFacts:
+    """Return what `deltune merge` wrote of the inputs that a model was trained on; nothing of other models."""
+    file = folder / MERGED_FACTS
+    return TrainedFacts.model_validate(read_record(TrainedFacts, file)) if file.is_file() else TrainedFacts()
 
 
 def named_labels(before: Sequence[str], labels: Sequence[str], folder: Path) -> tuple[str, ...]:

@@ -384,11 +384,8 @@ def _split(file: DataFile, split: str, kind: str, roles: Collection[str], values
     fields = {c.role: ARROW_TYPES[c.type] for c in TASK_COLUMNS[kind] if c.role in roles}
     if kind in formats.KINDS:
         fields["place"] = pyarrow.string()
-    names = array("q", (hash(str(row["id"])) for _, row in file.rows if "id" in row))
-    named = len(set(names)) == len(file.rows)  # each row has a name of its own; otherwise they are numbered
-    rows = (
-        {"id": str(row["id"]) if named else f"{split}-{i}", **values(row)} for i, (_, row) in enumerate(file.rows, 1)
-    )
+    ids = file.row_ids(f"{split}-")
+    rows = ({"id": name, **values(row)} for name, (_, row) in zip(ids, file.rows, strict=True))
     return stored_dataset(rows, pyarrow.schema({"id": pyarrow.string(), **fields}))
 
 
@@ -436,7 +433,7 @@ def _split_file(
     def rows_of(split: str) -> Iterator[tuple[int, Row]]:
         for i, (n, row) in enumerate(file.rows):
             if i in chosen[split]:
-                yield n, row if "id" in row else {**row, "id": f"{file.unit}-{n}"}
+                yield n, row if "id" in row else {**row, "id": f"row-{i + 1}"}
 
     files = {split: file.with_rows(rows_of(split)) for split in SPLITS if chosen[split]}
     sizes = ", ".join(f"{len(one.rows):,} {split}" for split, one in files.items())

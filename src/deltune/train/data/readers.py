@@ -7,9 +7,11 @@ import csv
 import gzip
 import io
 import itertools
+import logging
 import re
 import sys
 import zlib
+from array import array
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +22,8 @@ from ...files import parse_json
 from ...models import OUTSIDE
 from .rows import ROWS_AT_ONCE, NumberedRows, Row
 from .tag_schemes import is_entity_tag
+
+logger = logging.getLogger("deltune")
 
 MAX_LISTED_PROBLEMS = 10
 """The most problems of a data set that an error lists."""
@@ -60,6 +64,16 @@ class DataFile:
         """Return the file and the number of a row, for messages."""
         return f"{self.name} {self.unit} {number}"
 
+    def row_ids(self, prefix: str = "") -> Iterator[str]:
+        """Return the ids of the rows: those of the column `id` where all differ, or else their numbers from 1.
+
+        Neither the header of a table nor blank lines count.
+        """
+        ids = array("q", (hash(str(row["id"])) for _, row in self.rows if "id" in row))
+        if len(set(ids)) == len(self.rows):
+            return (str(row["id"]) for _, row in self.rows)
+        return (f"{prefix}{number}" for number in range(1, len(self.rows) + 1))
+
 
 class UnreadableFileError(Exception):
     """A file cannot be read beyond some line; the message names the line and says why."""
@@ -75,6 +89,8 @@ def read_rows(path: Path, problems: list[str] | None = None) -> DataFile:
     else:
         try:
             file.unit = "row" if _is_array(path) else file.unit
+            if suffix.startswith(".csv") and (mark := _separator(path)) != ",":
+                logger.info("%s: its columns are separated by %r; 1.5 is a number there, 1,5 a text", path.name, mark)
             for number, row in READERS[suffix](path, own_problems):
                 file.rows.append(number, row)
         except UnreadableFileError as error:
@@ -188,9 +204,8 @@ def _line_values(path: Path, problems: list[str]) -> Iterator[tuple[int, Any]]:
 
 
 def _read_csv(path: Path, problems: list[str]) -> RowsRead:
-    """Read a table with commas; a field in quotes may hold commas and line ends."""
-    csv.field_size_limit(MAX_LINE_LENGTH)  # the default of 128 KiB is less than a long document
-    reader = csv.reader((line for _, line in text_lines(path)), strict=True)
+    """Read a table with commas, or what else its header has; a field in quotes may hold it and line ends."""
+    reader = csv.reader((line for _, line in text_lines(path)), delimiter=_separator(path), strict=True)
 
     def numbered_cells() -> NumberedCells:
         line = 1
@@ -204,6 +219,19 @@ def _read_csv(path: Path, problems: list[str]) -> RowsRead:
             ) from error
 
     return _read_table(path, problems, numbered_cells())
+
+
+def _separator(path: Path) -> str:
+    """Return what separates the columns of a CSV: the one mark that separates the names in its header."""
+    csv.field_size_limit(MAX_LINE_LENGTH)  # the default of 128 KiB is less than a long document
+    headers = {mark: next(csv.reader((line for _, line in text_lines(path)), delimiter=mark), []) for mark in ",;\t|"}
+    marks = [mark for mark, header in headers.items() if len(header) > 1]
+    if len(marks) > 1:
+        raise UnreadableFileError(
+            f"{path.name} line 1: its columns could be separated by {' or '.join(map(repr, marks))}; put the names in "
+            "quotes that hold one of them"
+        )
+    return marks[0] if marks else ","
 
 
 def _read_tsv(path: Path, problems: list[str]) -> RowsRead:
@@ -229,10 +257,6 @@ def _read_table(path: Path, problems: list[str], numbered_cells: NumberedCells) 
     _, header = next(numbered_cells, (1, []))
     if problem := _column_name_problem(header):
         problems.append(f"{path.name} line 1: {problem}: {excerpt(header)}")
-        return
-    if len(header) == 1 and (mark := next((mark for mark in ";\t|" if mark in header[0]), "")):
-        todo = "save it as .tsv" if mark == "\t" else "save it with commas"
-        problems.append(f"{path.name} line 1: its columns are separated by {mark!r}, {excerpt(header[0])}; {todo}")
         return
     for number, cells in numbered_cells:
         if cells and len(cells) != len(header):

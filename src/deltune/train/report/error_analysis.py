@@ -154,9 +154,7 @@ def _analyse_label_sets(lines: Sequence[Line], labels: Sequence[str]) -> Analysi
     table = ErrorTable("Labels", ("label", "rows", "answered", "precision", "recall", "F1"), tuple(rows))
     texts = [tuple(", ".join(sorted(side)) or "no label" for side in pair) for pair in pairs]
     order = sorted(range(len(lines)), key=lambda i: -len(pairs[i][0] ^ pairs[i][1]))
-    examples = [
-        Example(str(lines[i].get("id", i)), _input(lines[i]), _cut(texts[i][0]), _cut(texts[i][1])) for i in order
-    ]
+    examples = [Example(str(lines[i]["id"]), _input(lines[i]), _cut(texts[i][0]), _cut(texts[i][1])) for i in order]
     right = sum(p == r for p, r in pairs)
     return Analysis(
         rows=len(lines),
@@ -174,9 +172,7 @@ def _analyse_numbers(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
     errors = [float(line["prediction"]) - float(line["reference"]) for line in lines]
     order = sorted(range(len(lines)), key=lambda i: -abs(errors[i]))
     numbers = [(f"{float(line['prediction']):.3f}", f"{float(line['reference']):.3f}") for line in lines]
-    examples = [
-        Example(str(lines[i].get("id", i)), _input(lines[i]), *numbers[i], f"off by {errors[i]:+.3f}") for i in order
-    ]
+    examples = [Example(str(lines[i]["id"]), _input(lines[i]), *numbers[i], f"off by {errors[i]:+.3f}") for i in order]
     middle = sorted(map(abs, errors))[len(errors) // 2]
     return Analysis(
         rows=len(lines),
@@ -267,7 +263,7 @@ def _analyse_texts(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
     def example(i: int) -> Example:
         line = lines[i]
         return Example(
-            str(line.get("id", i)),
+            str(line["id"]),
             _input(line),
             _cut(predictions[i]),
             _cut(nearest[i][1]),
@@ -296,7 +292,7 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
 
     def example(loss: float, i: int, tokens: int) -> Example:
         remark = f"perplexity {exp(min(loss, 700.0)):.4g} over {tokens} tokens"
-        return Example(str(lines[i].get("id", i)), _input(lines[i]), "", "", remark)
+        return Example(str(lines[i]["id"]), _input(lines[i]), "", "", remark)
 
     answered = [tuple(_cut(str(line[name])) for name in ANSWER) for line in lines if {*ANSWER} <= line.keys()]
     columns = ("prompt", "answer", "reference")
@@ -366,7 +362,7 @@ def _tag_example(line: Line, references: set[Entity], predictions: set[Entity], 
         before = end
     marked.append((" ".join(tokens[before:]), "", ""))
     return Example(
-        str(line.get("id", "")), _input(line), _cut(names(predictions)), _cut(names(references)), remark,
+        str(line["id"]), _input(line), _cut(names(predictions)), _cut(names(references)), remark,
         tuple(piece for piece in marked if piece[0]) if " ".join(tokens) == _cut(" ".join(tokens)) else (),
     )  # fmt: skip
 
@@ -380,7 +376,7 @@ def _label_example(line: Line) -> Example:
         return _cut(f"{answer}: {choices[answer]}" if known else str(answer))
 
     return Example(
-        str(line.get("id", "")),
+        str(line["id"]),
         _input(line),
         name(line["prediction"]),
         name(line["reference"]),

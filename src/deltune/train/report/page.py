@@ -252,7 +252,7 @@ def _charts(finished: FinishedRun) -> list[Markup]:
         probe = finished.metrics.probe
         if points and probe is not None and name in probe.validation:
             level = float(probe.validation[name])
-            lines.append(Line("linear probe", [(points[0][0], level), (points[-1][0], level)]))
+            lines.append(Line("linear probe", [(0, level), (points[-1][0], level)]))
         charts.append(line_chart(name.capitalize() if training else f"Validation {name}", lines, "step"))
     charts.append(line_chart("Learning rate", [Line("learning rate", _curve(log, "learning_rate"))], "step"))
     return [chart for chart in charts if chart]
