@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import tiny
+from deltune.cli.app import app
 from deltune.errors import DeltuneError
 from deltune.studies import Choice, choose
 from deltune.studies import choosing as module
+from deltune.train import activation_cache
 from deltune.train.run_folder import RunFolder
 
 SPACE = ("lora(rank=?)", "layernorm", "adapter(rank=?)", "full")
@@ -42,6 +46,37 @@ def test_the_winner_is_trained_and_judged_as_it_says(chosen: Choice, root: Path)
     finals = chosen.table[chosen.table["seeds"].fillna(0) > 0]
     assert len(finals) == 2 and set(finals["seeds"]) == {3}
     assert chosen.method in (chosen.run / "report.html").read_text()
+
+
+def test_the_command_repeats_the_winner(chosen: Choice, tmp_path: Path) -> None:
+    """Which validates where the finalist did, and has its seed."""
+    words = [str(tmp_path / "again") if word == "RUN" else word for word in shlex.split(chosen.command)]
+    assert words[0] == "deltune" and CliRunner().invoke(app, words[1:]).exit_code == 0
+    again, best = RunFolder(tmp_path / "again"), RunFolder(chosen.run / "best")
+    assert again.metrics.best == best.metrics.best and again.metrics.test == chosen.test
+    assert again.delta.path("safetensors").read_bytes() == best.delta.path("safetensors").read_bytes()
+
+
+def test_one_split_of_a_file_and_one_cache_serve_all_runs(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No seed validates on rows of the test split; frozen layers run once for candidates that leave the same alone."""
+    written: list[str] = []
+    write = activation_cache._CacheFile.write
+    monkeypatch.setattr(
+        activation_cache._CacheFile,
+        "write",
+        lambda file, *rest: (written.append(file.path.name), write(file, *rest))[1],
+    )
+    space = ("lora(rank=?, layers='upper half')", "layernorm(layers='upper half')")
+    file = str(root / "data" / "train.jsonl")
+    choice = choose(
+        str(root / "model"), file, output=tmp_path / "out", budget=1200, space=space, epochs=1, batch_size=4,
+        max_length=16, trunk_dropout="off",
+    )  # fmt: skip
+    finals = [RunFolder(path) for path in (choice.run / "finals").glob("*-seed*")]
+    assert len(finals) == 6 and len({str(run.environment["data"]["digests"]) for run in finals}) == 1
+    assert len(written) == len(set(written)) == 4, "of training and validation, in the search and in the finals"
 
 
 def test_halving_stops_those_that_fall_behind(chosen: Choice) -> None:

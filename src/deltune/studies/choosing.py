@@ -63,8 +63,8 @@ ETA = 2
 """Of the candidates that reach a rung, the best half goes on to the next, at twice the steps."""
 HELD_OUT = 0.2, 800
 """The share of the training rows that candidates are judged on, and the most of them."""
-FINALISTS, SEEDS = 2, (0, 1, 2)
-"""How many candidates are trained on all training rows, and under which seeds."""
+FINALISTS, SEEDS = 2, 3
+"""How many candidates are trained on all training rows, and under how many seeds."""
 SEARCH_SHARE = 0.5
 """The search may take that share of the minutes; the rest is for the finalists and for full tuning."""
 
@@ -133,7 +133,7 @@ class Choice:
         command: The command that trains the winner again.
         test: The winner's scores on the test split, which nothing chose by.
         seconds: How long it took.
-        run: The folder; `best` in it is the winner's best run.
+        run: The folder; `best` in it is the winner's run under the first seed.
     """
 
     method: str
@@ -220,6 +220,7 @@ class _Search:
             raise DeltuneError(f"{', '.join(wrong)}: choose sets them itself; give the others of deltune train")
         self.options = {"model": model, **({} if data is None else {"data": data}), **options}
         self.base = RunConfig.from_flat(method="head", **self.options)
+        self.seeds = [self.base.runtime.seed + i for i in range(SEEDS)]
         self.record = {
             "options": {name: str(value) for name, value in self.base.flat(exclude_defaults=True).items()},
             "budget": str(budget), "memory": self.memory, "minutes": minutes, "mergeable": mergeable,
@@ -277,7 +278,7 @@ class _Search:
             )
         if data.kind == "classification" and len(set(data.splits["train"]["label"])) < 2:
             raise DeltuneError(f"data {data.source}: all training rows have one label, so nothing can be chosen")
-        self.has_test = "test" in data.splits
+        self.data = data
         return Slice(rows - held_out, held_out, self.base.runtime.seed)
 
     def _candidates(self) -> list[Candidate]:
@@ -440,40 +441,45 @@ class _Search:
         if not ranked:
             raise DivergedError("every candidate diverged: give lower rates by another --space, or --warmup 0.1")
         finalists = ranked[:FINALISTS]
-        runs, metric, probe = self._finals(finalists)
+        metric, probe = self._finals(finalists)
         winner, decided = _winner(finalists, signed_score(metric, 1.0) > 0)
-        folder = max(
-            zip(winner.finals, runs[winner.name], strict=True), key=lambda pair: signed_score(metric, pair[0])
-        )[1]
+        folder = self._final_folder(winner, self.seeds[0])
         link = self.folder / "best"
         link.unlink(missing_ok=True)
         link.symlink_to(folder.relative_to(self.folder))
-        test = evaluate(folder, splits=("test",))["test"] if self.has_test else {}
+        test = evaluate(folder, splits=("test",))["test"] if "test" in self.data.splits else {}
         floor = None if probe is None else probe.scores.get("validation", {}).get(metric)
         choice = Choice(
             winner.method, winner.rate, _table(candidates, floor, self._full_tuning()), decided,
-            _advice(candidates, decided) + _beside_probe(winner, metric, floor), self._command(winner), test,
+            _advice(candidates, decided) + _beside_probe(winner, metric, floor),
+            f"deltune train {shlex.quote(str(link / 'spec.yaml'))} --output RUN", test,
             round(self.seconds, 1), self.folder,
         )  # fmt: skip
         self._write(choice, candidates, metric)
         return choice
 
-    def _finals(self, finalists: Sequence[Candidate]) -> tuple[dict[str, list[Path]], str, ProbeRecord | None]:
-        """Train each finalist under each seed that the time allows; return the folders, the metric and the probe."""
-        runs: dict[str, list[Path]] = {one.name: [] for one in finalists}
+    def _finals(self, finalists: Sequence[Candidate]) -> tuple[str, ProbeRecord | None]:
+        """Train each finalist under each seed that the time allows; return the metric and the probe."""
         metric, probe = "loss", None
-        for seed in SEEDS:
-            if seed != SEEDS[0] and not self._fits(*(one.cost for one in finalists if one.cost)):
+        for seed in self.seeds:
+            if seed != self.seeds[0] and not self._fits(*(one.cost for one in finalists if one.cost)):
                 break
             for one in finalists:
                 assert one.cost is not None
-                path = self.folder / "finals" / f"{_folder_name(one)}-seed{seed}"
-                metrics = self._timed(self._config(one, seed=seed), path, one.cost, rows=_no_test)
-                runs[one.name].append(path)
+                path = self._final_folder(one, seed)
+                metrics = self._timed(self._config(one, seed=seed), path, one.cost, rows=self._all_but_test)
                 metric, probe = str(metrics.best.metric), metrics.probe or probe
                 one.finals.append(float(metrics.best.value or 0.0))
                 logger.info("%s, seed %d: validation %s %.4f", one.name, seed, metric, one.finals[-1])
-        return runs, metric, probe
+        return metric, probe
+
+    def _final_folder(self, candidate: Candidate, seed: int) -> Path:
+        return self.folder / "finals" / f"{_folder_name(candidate)}-seed{seed}"
+
+    def _all_but_test(self, data: TaskData) -> TaskData:
+        """Return the rows of the first seed, by which a single file is split, without the test split."""
+        splits = {split: rows for split, rows in self.data.splits.items() if split != "test"}
+        return replace(self.data, splits=splits, labels=data.labels)
 
     def _full_tuning(self) -> float | None:
         """Return the validation score of full tuning at its default rate, where it keeps the limits; else None."""
@@ -485,16 +491,11 @@ class _Search:
                 logger.info("full tuning is left out: it breaks the limit of %s", "memory" if over else "time")
                 return None
             config = config.replace(validate_every=_eighth(cost.steps))
-            metrics = self._timed(config, self.folder / "finals" / "full", cost, report=False, rows=_no_test)
+            metrics = self._timed(config, self.folder / "finals" / "full", cost, report=False, rows=self._all_but_test)
         except DeltuneError as error:
             logger.info("full tuning is left out: %s", error)
             return None
         return float(metrics.best.value or 0.0)
-
-    def _command(self, winner: Candidate) -> str:
-        options = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in self.options.items()]
-        parts = [*options, f"--method {shlex.quote(winner.method)}", f"--lr {winner.rate:g}", "--output RUN"]
-        return f"deltune train {' '.join(parts)}"
 
     def _write(self, choice: Choice, candidates: Sequence[Candidate], metric: str) -> None:
         """Write choice.json, and report.html with the curve of every candidate."""
@@ -530,11 +531,6 @@ def _eighth(steps: int) -> int:
 def run_seconds(cost: StepCost) -> float:
     """Return how long a run takes, validations included, by what its first steps took."""
     return cost.steps * cost.step_seconds + EIGHTHS * cost.validation_seconds
-
-
-def _no_test(data: TaskData) -> TaskData:
-    """Leave the test split out, so that no finalist answers it."""
-    return replace(data, splits={split: rows for split, rows in data.splits.items() if split != "test"})
 
 
 def _folder_name(candidate: Candidate) -> str:
@@ -629,6 +625,7 @@ def _table(candidates: Sequence[Candidate], probe: float | None, full: float | N
             "steps": max(one.rungs, default=0),
             "held out": abs(one.best) if one.rungs else None,
             "validation": statistics.fmean(one.finals) if one.finals else None,
+            "±": interval(one.finals)[1] - statistics.fmean(one.finals) if len(one.finals) > 1 else None,
             "seeds": len(one.finals),
             "left out": one.dropped,
         }
