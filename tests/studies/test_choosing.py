@@ -18,7 +18,7 @@ from deltune.studies import choosing as module
 from deltune.train import activation_cache
 from deltune.train.run_folder import RunFolder
 
-SPACE = ("lora(rank=?)", "layernorm", "adapter(rank=?)", "full")
+SPACE = ("lora(rank=?)", "layernorm", "adapter(rank=?)", "layernorm()", "full")
 
 
 def call(root: Path, output: Path, **changes: Any) -> Choice:
@@ -36,6 +36,7 @@ def test_limits_cut_before_training(chosen: Choice) -> None:
     assert "scalars of 1,200" in table.loc["full", "left out"] and table.loc["full", "steps"] == 0
     assert table.loc["layernorm", "left out"].eq("").all()
     assert {"linear probe", "full tuning"} <= set(table.index)
+    assert len(table.loc["layernorm"]) == 3, "two ways of writing it are one method"
 
 
 def test_the_winner_is_trained_and_judged_as_it_says(chosen: Choice, root: Path) -> None:
@@ -132,11 +133,12 @@ def refusals(root: Path) -> Iterator[tuple[dict[str, Any], str]]:
     yield {"minutes": 1e-4}, "a run takes"
     yield {"mergeable": True, "space": ("adapter(rank=?)",)}, "it cannot be merged"
     yield {"space": "loras"}, "give lora or all"
+    yield {"space": []}, "a list of expressions"
     yield {"lr": 1e-3}, "choose sets them itself"
     yield {"batch_size": 40}, "training rows or more"
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_refused_before_training(root: Path, tmp_path: Path, number: int) -> None:
     changes, message = list(refusals(root))[number]
     with pytest.raises(DeltuneError, match=message):

@@ -213,8 +213,10 @@ class _Search:
         self.predicted = self.measured = 0.0  # seconds of the runs so far
         self.minutes, self.mergeable, self.budget = minutes, mergeable, budget
         self.memory = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
-        if isinstance(space, str) and space not in SPACES:
-            raise DeltuneError(f"space={space!r}: give {' or '.join(SPACES)}, or a list of expressions")
+        if not space or (isinstance(space, str) and space not in SPACES):
+            raise DeltuneError(
+                f"space={space!r}: give {' or '.join(SPACES)}, a list of expressions or, on the command line, a file of them"
+            )
         self.expressions, self.factors = SPACES[space] if isinstance(space, str) else (space, SPACES["all"][1])
         if wrong := [name for name in ("method", "lr", "seeds", "search", "validate_every") if name in options]:
             raise DeltuneError(f"{', '.join(wrong)}: choose sets them itself; give the others of deltune train")
@@ -300,7 +302,8 @@ class _Search:
             except DeltuneError as error:
                 candidates.append(Candidate(expression, math.nan, 0, dropped=str(error)))
                 continue
-            candidates += self._measured(method, scalars, limit)
+            if all(method != one.method for one in candidates):
+                candidates += self._measured(method, scalars, limit)
         kept = [one for one in candidates if not one.dropped]
         for one in candidates:
             if one.dropped:
@@ -367,6 +370,8 @@ class _Search:
     def _halve(self, candidates: Sequence[Candidate]) -> None:
         """Train the candidates, the defaults first; the pruner stops those that fall behind."""
         kept = {one.name: one for one in candidates if not one.dropped}
+        longest = max(run_seconds(one.cost) for one in kept.values() if one.cost) / 60
+        logger.info("%s; a whole run takes %.1f minutes at most", counted(len(kept), "candidate"), longest)
         names = CategoricalDistribution(list(kept))
         if not self.study.trials:
             for name in sorted(kept, key=lambda name: not kept[name].has_default_rate):
