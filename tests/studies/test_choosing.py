@@ -64,11 +64,12 @@ def test_one_split_of_a_file_and_one_cache_serve_all_runs(
     """No seed validates on rows of the test split; frozen layers run once for candidates that leave the same alone."""
     written: list[str] = []
     write = activation_cache._CacheFile.write
-    monkeypatch.setattr(
-        activation_cache._CacheFile,
-        "write",
-        lambda file, *rest: (written.append(file.path.name), write(file, *rest))[1],
-    )
+
+    def counting(file: Any, *rest: Any) -> None:
+        written.append(file.path.name)
+        write(file, *rest)
+
+    monkeypatch.setattr(activation_cache._CacheFile, "write", counting)
     space = ("lora(rank=?, layers='upper half')", "layernorm(layers='upper half')")
     file = str(root / "data" / "train.jsonl")
     choice = choose(

@@ -215,7 +215,8 @@ class _Search:
         self.memory = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
         if not space or (isinstance(space, str) and space not in SPACES):
             raise DeltuneError(
-                f"space={space!r}: give {' or '.join(SPACES)}, a list of expressions or, on the command line, a file of them"
+                f"space={space!r}: give {' or '.join(SPACES)}, a list of expressions or, on the command line, "
+                "a file of them"
             )
         self.expressions, self.factors = SPACES[space] if isinstance(space, str) else (space, SPACES["all"][1])
         if wrong := [name for name in ("method", "lr", "seeds", "search", "validate_every") if name in options]:
@@ -559,7 +560,7 @@ def _read_candidate(values: Mapping[str, Any]) -> Candidate:
 def _read_choice(folder: Path, values: Mapping[str, Any]) -> Choice:
     import pandas
 
-    return Choice(**{**values, "table": pandas.DataFrame(values["table"])}, run=folder)
+    return Choice(**{**values, "table": pandas.DataFrame(values["table"]).convert_dtypes()}, run=folder)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
