@@ -427,8 +427,8 @@ def count_repetitions(
     rows: NDArray[np.int64], questions: NDArray[np.int64], answers: NDArray[np.int64]
 ) -> tuple[int, int]:
     """Return how many rows have stood before, and how many questions stand beside another answer, from hashes."""
-    asked, of_answers = np.unique(np.unique(np.stack([questions, answers]), axis=1)[0], return_counts=True)
-    return len(rows) - len(np.unique(rows)), int(np.isin(questions, asked[of_answers > 1]).sum())
+    values, of_answers = np.unique(np.unique(np.stack([questions, answers]), axis=1)[0], return_counts=True)
+    return len(rows) - len(np.unique(rows)), int(np.isin(questions, values[of_answers > 1]).sum())
 
 
 def _hashes(file: DataFile) -> NDArray[np.int64]:
