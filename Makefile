@@ -59,8 +59,8 @@ test-all: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 	@$(BIN)/python -m tests.mutation --workers $(WORKERS)
 
-# ENDS="python3.13 python3.13@2.15.0": other versions of Python and torch than the pinned ones; test-all tries the
-# interpreters that are on the PATH. A torch of PyPI for Linux comes with CUDA, which is gigabytes.
+# ENDS="python3.13 python3.13@torch=2.15.0,trl=1.17.0": other versions of Python and libraries than the pinned ones;
+# test-all tries the interpreters that are on the PATH. A torch of PyPI for Linux comes with CUDA, which is gigabytes.
 test-ends: $(STAMP)
 	@$(TEST_ENV) DELTUNE_ENDS="$(ENDS)" $(BIN)/python -m pytest tests/whole/test_distribution.py -k another -rsP
 

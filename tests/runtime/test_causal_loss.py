@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from pathlib import Path
 from typing import Any
@@ -206,13 +207,13 @@ def test_half_precision_is_within_its_own_rounding(dtype: torch.dtype) -> None:
     deltune.attach(model, "lora(rank=2)")
     inputs = batch_with_labels(model, "causal")
     loss, plain = causal_loss(model, inputs), model(**inputs).loss
-    assert not reason_of(model)
+    assert not language_head(model).reasons
     assert loss.dtype == torch.float32 and abs(loss - plain) <= 1e-3 * plain
     model = model.float()
     with torch.autocast("cpu", torch.bfloat16):
         loss = causal_loss(model, inputs)
         assert loss.dtype == torch.float32 and abs(loss - model(**inputs).loss) <= 1e-3 * plain
-    assert not reason_of(model)
+    assert not language_head(model).reasons
 
 
 def test_chunks_give_what_all_tokens_together_give(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +347,7 @@ def test_what_is_in_use_decides(caplog: pytest.LogCaptureFixture) -> None:
     deltune.attach(model, "lora(rank=2)", name="body")
     tuned.use("body")
     causal_loss(model, inputs)
-    assert not reason_of(model)
+    assert not language_head(model).reasons
 
 
 def test_what_is_trained_at_the_head_meanwhile_counts_without_gradients() -> None:
@@ -361,7 +362,9 @@ def test_what_is_trained_at_the_head_meanwhile_counts_without_gradients() -> Non
     assert (after - before).abs() > 1e-3
 
 
-@pytest.mark.parametrize("change", ["a hook at the head", "a hook at the model", "a loss function", "a forward"])
+@pytest.mark.parametrize(
+    "change", ["a hook at the head", "a hook at the model", "a loss function", "a forward", "a nested configuration"]
+)
 def test_what_a_user_sets_on_a_model_later_counts(change: str) -> None:
     model, plus = llama().float().eval(), 0.5
     inputs = batch_with_labels(model, "causal")
@@ -371,8 +374,15 @@ def test_what_a_user_sets_on_a_model_later_counts(change: str) -> None:
         outputs.loss = outputs.loss + plus if outputs.loss is not None else None
         return outputs
 
+    inner = copy.copy(model.config)
+    inner.factor, model.config.outer = 1, copy.copy(model.config)
+    model.config.outer.inner = inner
+    model.lm_head.register_forward_hook(lambda module, args, output: output * inner.factor)
     causal_loss(model, inputs)
-    if change == "a hook at the head":
+    assert not language_head(model).reasons
+    if change == "a nested configuration":
+        inner.factor = 3
+    elif change == "a hook at the head":
         model.lm_head.register_forward_hook(lambda module, args, output: 3 * output)
     elif change == "a hook at the model":
         model.register_forward_hook(lambda module, args, outputs: add_to_loss(outputs))

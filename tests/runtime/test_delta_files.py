@@ -56,6 +56,33 @@ def test_sound_folders_load(folders: list[Path], bench: Bench) -> None:
     assert [bench.judge(folder).kind for folder in folders] == ["sound"] * len(folders)
 
 
+def _exact(shape: torch.Size, period: int) -> torch.Tensor:
+    """Eighths, which no processor rounds."""
+    return ((torch.arange(shape.numel()) % period - period // 2) / 8).view(shape)
+
+
+def test_format_1_is_read_as_it_was_written() -> None:
+    """The folder was saved before 0.1.0 was released, and is never written again; the logits are of that day.
+
+    Its tensors are eighths with a period of 9, gains one more, and those of the model with a period of 13.
+    """
+    model = build(FAMILIES["bert"], "sequence", torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(_exact(parameter.shape, 13))
+    tuned = deltune.load(model, Path(__file__).parent / "format-1", name="golden")
+    assert str(tuned.method) == "lora(rank=1, layers='upper half') + prefix(length=1) + layernorm(terms='gain')"
+    trained = dict(tuned.named_trainable_parameters())
+    assert len(trained) == 15
+    for name, tensor in trained.items():
+        assert torch.equal(tensor, _exact(tensor.shape, 9) + ("LayerNorm" in name))
+    inputs = {"input_ids": torch.arange(5, 17).view(2, 6), "attention_mask": torch.ones(2, 6, dtype=torch.long)}
+    with torch.no_grad():
+        logits = model(**inputs).logits
+    expected = torch.tensor([[-0.26593, 1.30024], [-0.13079, 1.37341]])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-3)  # half a lora is 0.01 and more
+
+
 def test_mutated_deltas(folders: list[Path], bench: Bench, tmp_path: Path) -> None:
     assert fuzz(range(100), folders, bench, tmp_path) == []
 

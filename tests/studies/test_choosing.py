@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import tiny
+from deltune.cli.app import app
 from deltune.errors import DeltuneError
 from deltune.studies import Choice, choose
 from deltune.studies import choosing as module
+from deltune.train import activation_cache
 from deltune.train.run_folder import RunFolder
 
-SPACE = ("lora(rank=?)", "layernorm", "adapter(rank=?)", "full")
+SPACE = ("lora(rank=?)", "layernorm", "adapter(rank=?)", "layernorm()", "full")
 
 
 def call(root: Path, output: Path, **changes: Any) -> Choice:
@@ -32,6 +36,7 @@ def test_limits_cut_before_training(chosen: Choice) -> None:
     assert "scalars of 1,200" in table.loc["full", "left out"] and table.loc["full", "steps"] == 0
     assert table.loc["layernorm", "left out"].eq("").all()
     assert {"linear probe", "full tuning"} <= set(table.index)
+    assert len(table.loc["layernorm"]) == 3, "two ways of writing it are one method"
 
 
 def test_the_winner_is_trained_and_judged_as_it_says(chosen: Choice, root: Path) -> None:
@@ -42,6 +47,41 @@ def test_the_winner_is_trained_and_judged_as_it_says(chosen: Choice, root: Path)
     finals = chosen.table[chosen.table["seeds"].fillna(0) > 0]
     assert len(finals) == 2 and set(finals["seeds"]) == {3}
     assert chosen.method in (chosen.run / "report.html").read_text()
+
+
+def test_the_command_repeats_the_winner(chosen: Choice, tmp_path: Path) -> None:
+    """Which validates where the finalist did, and has its seed."""
+    words = [str(tmp_path / "again") if word == "RUN" else word for word in shlex.split(chosen.command)]
+    assert words[0] == "deltune" and CliRunner().invoke(app, words[1:]).exit_code == 0
+    again, best = RunFolder(tmp_path / "again"), RunFolder(chosen.run / "best")
+    assert again.metrics.best == best.metrics.best and again.metrics.test == chosen.test
+    assert len({(run.delta / "delta.safetensors").read_bytes() for run in (again, best)}) == 1
+
+
+def test_one_split_of_a_file_and_one_cache_serve_all_runs(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No seed validates on rows of the test split; frozen layers run once for candidates that leave the same alone."""
+    written: list[str] = []
+    write = activation_cache._CacheFile.write
+
+    def counting(file: Any, *rest: Any) -> None:
+        written.append(f"{file.path.name}{' of finals' if (tmp_path / 'out' / 'finals').exists() else ''}")
+        write(file, *rest)
+
+    monkeypatch.setattr(activation_cache._CacheFile, "write", counting)
+    space = ("lora(rank=?, layers='upper half')", "layernorm(layers='upper half')")
+    file = str(root / "data" / "train.jsonl")
+    choice = choose(
+        str(root / "model"), file, output=tmp_path / "out", budget=1200, space=space, epochs=1, batch_size=4,
+        max_length=16, trunk_dropout="off",
+    )  # fmt: skip
+    finals = [RunFolder(path) for path in (choice.run / "finals").glob("*-seed*")]
+    assert len(finals) == 6 and len({str(run.environment["data"]["digests"]) for run in finals}) == 1
+    assert sum("finals" not in name for name in written) == 2, (
+        "training and held-out rows, for candidates of two methods"
+    )
+    assert len(written) == len(set(written)) < 2 * len(finals)
 
 
 def test_halving_stops_those_that_fall_behind(chosen: Choice) -> None:
@@ -97,11 +137,12 @@ def refusals(root: Path) -> Iterator[tuple[dict[str, Any], str]]:
     yield {"minutes": 1e-4}, "a run takes"
     yield {"mergeable": True, "space": ("adapter(rank=?)",)}, "it cannot be merged"
     yield {"space": "loras"}, "give lora or all"
+    yield {"space": []}, "a list of expressions"
     yield {"lr": 1e-3}, "choose sets them itself"
     yield {"batch_size": 40}, "training rows or more"
 
 
-@pytest.mark.parametrize("number", range(7))
+@pytest.mark.parametrize("number", range(8))
 def test_refused_before_training(root: Path, tmp_path: Path, number: int) -> None:
     changes, message = list(refusals(root))[number]
     with pytest.raises(DeltuneError, match=message):

@@ -541,8 +541,10 @@ def test_a_search_goes_on_while_the_best_rate_is_at_an_edge(waits: bool) -> None
     """
     run: list[tuple[float, int]] = []
 
-    def search(value: Callable[[float, int], float], stored: tuple[float, ...] = ()) -> PlannedCell:
-        """The first seed's cell when all has ended, or when the `stored` rates have under each seed."""
+    def search(
+        value: Callable[[float, int], float], stored: tuple[float, ...] = (), but: tuple[float, int] | None = None
+    ) -> PlannedCell:
+        """The first seed's cell when all has ended, or when the `stored` rates have under each seed `but` for one."""
         cells = {
             rate: [PlannedCell({"seed": s}, Job("run", {"lr": float(rate), "seed": s})) for s in (0, 1, 2)]
             for rate in range(6)
@@ -557,6 +559,8 @@ def test_a_search_goes_on_while_the_best_rate_is_at_an_edge(waits: bool) -> None
             for job in left:
                 assert job is not None
                 rate, seed = job.spec["lr"], job.spec["seed"]
+                if (rate, seed) == but:
+                    continue
                 best = {"best": {"metric": "f1", "value": value(rate, seed)}}
                 rows[job.name] = JobRecord(job.name, "run", dict(job.spec), best, None, 1.0)
                 run.append((rate, seed))
@@ -577,4 +581,7 @@ def test_a_search_goes_on_while_the_best_rate_is_at_an_edge(waits: bool) -> None
     stored = search(lambda rate, seed: -abs(rate - 4), (1, 2, 3))
     assert rate_of(stored) == (None if waits else 3) and stored.extra == ({} if waits else {EDGE: True})
     assert 4.0 in {one.job.spec["lr"] for one in stored.tries if one.job is not None}, "it is still to be tried"
+    first, second = {1: 0.0, 2: 1.0, 3: 0.5, 4: 0.6}, {3: 5.0}
+    half_stored = search(lambda rate, seed: (second if seed else first).get(int(rate), 0.0), (1, 2, 3, 4), but=(4, 1))
+    assert rate_of(half_stored) == (None if waits else 3), "the rate at the edge has ended under the first seed alone"
     assert rate_of(search(lambda rate, seed: -abs(rate - 4), (1, 2))) is None, "one of the first rates has not ended"

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import tiny
+from deltune.errors import DeltuneError
 from deltune.files import CACHE_VARIABLE
 from deltune.models import load_model, load_tokenizer
 from deltune.train.data import rows as stored_rows
@@ -86,8 +87,17 @@ def test_many_rows_of_texts_go_through_a_file(
     ):
         assert list(encoded.rows) == straight.rows and encoded.lengths == straight.lengths
         assert encoded.__getitems__([9, 2]) == [straight[9], straight[2]] and encoded.notes == straight.notes
-    del stored, encoded
-    assert not list(place.glob("*.rows"))
+
+
+@pytest.mark.parametrize("limit", [1, 10**6])
+def test_keys_that_come_later_are_refused_and_no_file_has_a_name(place: Path, limit: int) -> None:
+    """A process that is killed leaves nothing; Arrow alone would leave the key out."""
+    collector = stored_rows.RowCollector(limit=limit)
+    collector.append({"a": 1})
+    assert collector.in_memory == (limit > 1) and not [*place.glob("*"), *place.glob(".*")]
+    with pytest.raises(DeltuneError, match="rows have b, and those before them have a alone"):
+        collector.append({"a": 2, "b": 3})
+        collector.table()
 
 
 def test_the_rows_are_the_same(parts: tuple[Any, Any], place: Path) -> None:

@@ -171,7 +171,7 @@ TRAINED: dict[str, tuple[str | None, list[Any], list[str], str]] = {
     ),
     "repeated": (
         "plain", [OPEN, m(u("Is it open?"), a("No.")), OPEN], [SEEN, SEEN.replace("Yes", "No"), SEEN],
-        "2 rows with a question that other rows answer differently; 1 repeated row",
+        "3 rows with a question that other rows answer differently; 1 repeated row",
     ),
     # templates
     "a begin token": ("begin", [OPEN], ["<|b|>" + SEEN], ""),

@@ -1,5 +1,5 @@
 """What `make dist` builds, installed from the registry into empty environments: the core alone, with its extras, and
-under other versions of Python and torch than the pinned ones."""
+under other versions of Python and of libraries than the pinned ones."""
 
 from __future__ import annotations
 
@@ -69,23 +69,24 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CONSTRAINTS = ROOT / "constraints.txt"
-PINNED_TORCH = re.findall(r"^torch==(.*)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE)[0]
+PINNED = dict(re.findall(r"^([^#=]+)==(.*)$", CONSTRAINTS.read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def installer(folder: Path, python: str, torch: str) -> tuple[Path, tuple[str | Path, ...]]:
-    """Make an environment with torch in it; its `bin`, and the command that installs more with what is pinned."""
+def installer(folder: Path, python: str, **others: str) -> tuple[Path, tuple[str | Path, ...]]:
+    """Make an environment with torch in it; its `bin`, and the command that installs more, pinned but for `others`."""
     run_or_fail(python, "-m", "venv", folder, cwd=folder.parent)
     pip = (folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    run_or_fail(*pip, f"torch=={torch}", cwd=folder)  # first and alone, as in the Makefile
-    pins = [line for line in CONSTRAINTS.read_text(encoding="utf-8").splitlines() if not line.startswith("torch==")]
-    (folder / "constraints.txt").write_text("\n".join([*pins, f"torch=={torch}"]), encoding="utf-8")
+    pins = PINNED | others
+    run_or_fail(*pip, f"torch=={pins['torch']}", cwd=folder)  # first and alone, as in the Makefile
+    lines = [f"{name}=={version}" for name, version in pins.items()]
+    (folder / "constraints.txt").write_text("\n".join(lines), encoding="utf-8")
     return folder / "bin", (*pip, "-c", folder / "constraints.txt")
 
 
 def test_the_core_alone_and_then_its_extras(
     wheel: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    commands, pip = installer(tmp_path_factory.mktemp("environment") / "venv", sys.executable, PINNED_TORCH)
+    commands, pip = installer(tmp_path_factory.mktemp("environment") / "venv", sys.executable)
     run_or_fail(*pip, wheel, cwd=tmp_path)
     python, deltune = commands / "python", commands / "deltune"
     assert run_or_fail(python, "-c", CORE_SCRIPT, cwd=tmp_path).startswith("0.1.0 ")
@@ -112,26 +113,30 @@ def version_of(python: str) -> str | None:
 
 
 ENDS = os.environ.get("DELTUNE_ENDS", "").split()
-"""`make test-ends ENDS="python3.13 python3.13@2.15.0"`: interpreters, each with the torch to try, or the pinned one."""
+"""`make test-ends ENDS="python3.13 python3.13@torch=2.15.0,peft=0.22.0"`: interpreters, with what is not pinned."""
 
 LAWS = (
-    "tests/shape", "tests/runtime/test_equivalences.py", "tests/runtime/test_prefix_equation.py",
+    "tests/runtime/test_equivalences.py", "tests/runtime/test_prefix_equation.py",
     "tests/runtime/test_threads.py", "tests/runtime/test_rest_of_life.py::test_compiled",
 )  # fmt: skip
-"""The architecture, formulas, kernels, threads and torch.compile: what another Python or torch may change."""
+"""Formulas, kernels, threads and torch.compile: what another Python or torch may change."""
+PEERS = {"peft": "tests/interop/test_peft.py", "trl": "tests/whole/test_trl.py"}
+"""What another version of these may change."""
 
 
 @pytest.mark.parametrize("end", ENDS or ["python3.12", "python3.13", "python3.14"])
 def test_another_python_or_torch(end: str, wheel: Path, tmp_path: Path) -> None:
     """The wheel and a handful of laws, with the pinned versions of everything else."""
-    python, _, torch = end.partition("@")
+    python, _, listed = end.partition("@")
+    others = dict(pin.split("=") for pin in listed.split(",") if pin)
     version = version_of(python)
     if version is None and not ENDS:
         pytest.skip(f"no {python} on the PATH; name one: make test-ends ENDS=…")
     assert version is not None, f"{python} does not run"
-    commands, pip = installer(tmp_path / "venv", python, torch or PINNED_TORCH)
+    commands, pip = installer(tmp_path / "venv", python, **others)
     run_or_fail(*pip, wheel, cwd=tmp_path)
     assert run_or_fail(commands / "python", "-c", CORE_SCRIPT, cwd=tmp_path).startswith("0.1.0 ")
-    run_or_fail(*pip, f"{wheel}[demo]", "pytest", "hypothesis", cwd=tmp_path)
+    run_or_fail(*pip, f"{wheel}[demo]", "pytest", "hypothesis", *others, cwd=tmp_path)
+    laws = (*LAWS, *(tests for name, tests in PEERS.items() if name in others))
     options = ("-q", "-m", "not slow", "-p", "no:cacheprovider", "--basetemp", tmp_path / "basetemp")
-    print(version, torch, run_or_fail(commands / "python", "-m", "pytest", *options, *LAWS, cwd=ROOT))
+    print(version, listed, run_or_fail(commands / "python", "-m", "pytest", *options, *laws, cwd=ROOT))

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.measure import Measurement
 
 from .options import Imports, split_settings
 from .output import (
@@ -74,8 +73,6 @@ def choose(
         console.print_json(data=choice.as_json())
         return
     scores = ", ".join(f"{name} {value:.4f}" for name, value in choice.test.items())
-    table = formatting.choice_table(choice.table.to_dict("records"))
-    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-    console.print(table, width=console.width if console.is_terminal else needed)
+    console.print(formatting.choice_table(choice.table.to_dict("records")))
     print(f"{choice.method} at {choice.learning_rate:g}: {f'test {scores}' if scores else 'there is no test split'}")
     print(f"{choice.advice}.\nTrain it again: {choice.command}\nIts run: {choice.run / 'best'}")

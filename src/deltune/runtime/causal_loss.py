@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..anatomy.inspection import inspect
 from ..compat import (
@@ -191,10 +191,17 @@ def _tried_at_head(
 def _state(model: PreTrainedModel, head: LanguageHead, batch: Mapping[str, Any]) -> Any:
     """Return what decides, beside the deltas in use, what a model makes of its hidden states and of labels."""
     options = {name: None if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
-    settings = [dict(vars(one)) for one in (model.config, model.config.get_text_config())]
     hooks = [count_forward_hooks(module) for module in (model, model.get_submodule(head.path))]
     replaced = model_functions_set(model)
-    return model.training, torch.is_autocast_enabled(model.device.type), options, settings, hooks, replaced
+    mode = model.training, torch.is_autocast_enabled(model.device.type)
+    return *mode, options, _settings(model.config), hooks, replaced
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what a configuration has, and those inside it, as it is now."""
+    return {
+        name: _settings(value) if isinstance(value, PreTrainedConfig) else value for name, value in vars(config).items()
+    }
 
 
 class CausalLossMixin:

@@ -63,8 +63,8 @@ ETA = 2
 """Of the candidates that reach a rung, the best half goes on to the next, at twice the steps."""
 HELD_OUT = 0.2, 800
 """The share of the training rows that candidates are judged on, and the most of them."""
-FINALISTS, SEEDS = 2, (0, 1, 2)
-"""How many candidates are trained on all training rows, and under which seeds."""
+FINALISTS, SEEDS = 2, 3
+"""How many candidates are trained on all training rows, and under how many seeds."""
 SEARCH_SHARE = 0.5
 """The search may take that share of the minutes; the rest is for the finalists and for full tuning."""
 
@@ -133,7 +133,7 @@ class Choice:
         command: The command that trains the winner again.
         test: The winner's scores on the test split, which nothing chose by.
         seconds: How long it took.
-        run: The folder; `best` in it is the winner's best run.
+        run: The folder; `best` in it is the winner's run under the first seed.
     """
 
     method: str
@@ -213,13 +213,17 @@ class _Search:
         self.predicted = self.measured = 0.0  # seconds of the runs so far
         self.minutes, self.mergeable, self.budget = minutes, mergeable, budget
         self.memory = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
-        if isinstance(space, str) and space not in SPACES:
-            raise DeltuneError(f"space={space!r}: give {' or '.join(SPACES)}, or a list of expressions")
+        if not space or (isinstance(space, str) and space not in SPACES):
+            raise DeltuneError(
+                f"space={space!r}: give {' or '.join(SPACES)}, a list of expressions or, on the command line, "
+                "a file of them"
+            )
         self.expressions, self.factors = SPACES[space] if isinstance(space, str) else (space, SPACES["all"][1])
         if wrong := [name for name in ("method", "lr", "seeds", "search", "validate_every") if name in options]:
             raise DeltuneError(f"{', '.join(wrong)}: choose sets them itself; give the others of deltune train")
         self.options = {"model": model, **({} if data is None else {"data": data}), **options}
         self.base = RunConfig.from_flat(method="head", **self.options)
+        self.seeds = [self.base.runtime.seed + i for i in range(SEEDS)]
         self.record = {
             "options": {name: str(value) for name, value in self.base.flat(exclude_defaults=True).items()},
             "budget": str(budget), "memory": self.memory, "minutes": minutes, "mergeable": mergeable,
@@ -277,7 +281,7 @@ class _Search:
             )
         if data.kind == "classification" and len(set(data.splits["train"]["label"])) < 2:
             raise DeltuneError(f"data {data.source}: all training rows have one label, so nothing can be chosen")
-        self.has_test = "test" in data.splits
+        self.data = data
         return Slice(rows - held_out, held_out, self.base.runtime.seed)
 
     def _candidates(self) -> list[Candidate]:
@@ -299,7 +303,8 @@ class _Search:
             except DeltuneError as error:
                 candidates.append(Candidate(expression, math.nan, 0, dropped=str(error)))
                 continue
-            candidates += self._measured(method, scalars, limit)
+            if all(method != one.method for one in candidates):
+                candidates += self._measured(method, scalars, limit)
         kept = [one for one in candidates if not one.dropped]
         for one in candidates:
             if one.dropped:
@@ -366,6 +371,8 @@ class _Search:
     def _halve(self, candidates: Sequence[Candidate]) -> None:
         """Train the candidates, the defaults first; the pruner stops those that fall behind."""
         kept = {one.name: one for one in candidates if not one.dropped}
+        longest = max(run_seconds(one.cost) for one in kept.values() if one.cost) / 60
+        logger.info("%s; a whole run takes %.1f minutes at most", counted(len(kept), "candidate"), longest)
         names = CategoricalDistribution(list(kept))
         if not self.study.trials:
             for name in sorted(kept, key=lambda name: not kept[name].has_default_rate):
@@ -440,40 +447,45 @@ class _Search:
         if not ranked:
             raise DivergedError("every candidate diverged: give lower rates by another --space, or --warmup 0.1")
         finalists = ranked[:FINALISTS]
-        runs, metric, probe = self._finals(finalists)
+        metric, probe = self._finals(finalists)
         winner, decided = _winner(finalists, signed_score(metric, 1.0) > 0)
-        folder = max(
-            zip(winner.finals, runs[winner.name], strict=True), key=lambda pair: signed_score(metric, pair[0])
-        )[1]
+        folder = self._final_folder(winner, self.seeds[0])
         link = self.folder / "best"
         link.unlink(missing_ok=True)
         link.symlink_to(folder.relative_to(self.folder))
-        test = evaluate(folder, splits=("test",))["test"] if self.has_test else {}
+        test = evaluate(folder, splits=("test",))["test"] if "test" in self.data.splits else {}
         floor = None if probe is None else probe.scores.get("validation", {}).get(metric)
         choice = Choice(
             winner.method, winner.rate, _table(candidates, floor, self._full_tuning()), decided,
-            _advice(candidates, decided) + _beside_probe(winner, metric, floor), self._command(winner), test,
+            _advice(candidates, decided) + _beside_probe(winner, metric, floor),
+            f"deltune train {shlex.quote(str(link / 'spec.yaml'))} --output RUN", test,
             round(self.seconds, 1), self.folder,
         )  # fmt: skip
         self._write(choice, candidates, metric)
         return choice
 
-    def _finals(self, finalists: Sequence[Candidate]) -> tuple[dict[str, list[Path]], str, ProbeRecord | None]:
-        """Train each finalist under each seed that the time allows; return the folders, the metric and the probe."""
-        runs: dict[str, list[Path]] = {one.name: [] for one in finalists}
+    def _finals(self, finalists: Sequence[Candidate]) -> tuple[str, ProbeRecord | None]:
+        """Train each finalist under each seed that the time allows; return the metric and the probe."""
         metric, probe = "loss", None
-        for seed in SEEDS:
-            if seed != SEEDS[0] and not self._fits(*(one.cost for one in finalists if one.cost)):
+        for seed in self.seeds:
+            if seed != self.seeds[0] and not self._fits(*(one.cost for one in finalists if one.cost)):
                 break
             for one in finalists:
                 assert one.cost is not None
-                path = self.folder / "finals" / f"{_folder_name(one)}-seed{seed}"
-                metrics = self._timed(self._config(one, seed=seed), path, one.cost, rows=_no_test)
-                runs[one.name].append(path)
+                path = self._final_folder(one, seed)
+                metrics = self._timed(self._config(one, seed=seed), path, one.cost, rows=self._all_but_test)
                 metric, probe = str(metrics.best.metric), metrics.probe or probe
                 one.finals.append(float(metrics.best.value or 0.0))
                 logger.info("%s, seed %d: validation %s %.4f", one.name, seed, metric, one.finals[-1])
-        return runs, metric, probe
+        return metric, probe
+
+    def _final_folder(self, candidate: Candidate, seed: int) -> Path:
+        return self.folder / "finals" / f"{_folder_name(candidate)}-seed{seed}"
+
+    def _all_but_test(self, data: TaskData) -> TaskData:
+        """Return the rows of the first seed, by which a single file is split, without the test split."""
+        splits = {split: rows for split, rows in self.data.splits.items() if split != "test"}
+        return replace(self.data, splits=splits, labels=data.labels)
 
     def _full_tuning(self) -> float | None:
         """Return the validation score of full tuning at its default rate, where it keeps the limits; else None."""
@@ -485,16 +497,11 @@ class _Search:
                 logger.info("full tuning is left out: it breaks the limit of %s", "memory" if over else "time")
                 return None
             config = config.replace(validate_every=_eighth(cost.steps))
-            metrics = self._timed(config, self.folder / "finals" / "full", cost, report=False, rows=_no_test)
+            metrics = self._timed(config, self.folder / "finals" / "full", cost, report=False, rows=self._all_but_test)
         except DeltuneError as error:
             logger.info("full tuning is left out: %s", error)
             return None
         return float(metrics.best.value or 0.0)
-
-    def _command(self, winner: Candidate) -> str:
-        options = [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in self.options.items()]
-        parts = [*options, f"--method {shlex.quote(winner.method)}", f"--lr {winner.rate:g}", "--output RUN"]
-        return f"deltune train {' '.join(parts)}"
 
     def _write(self, choice: Choice, candidates: Sequence[Candidate], metric: str) -> None:
         """Write choice.json, and report.html with the curve of every candidate."""
@@ -532,11 +539,6 @@ def run_seconds(cost: StepCost) -> float:
     return cost.steps * cost.step_seconds + EIGHTHS * cost.validation_seconds
 
 
-def _no_test(data: TaskData) -> TaskData:
-    """Leave the test split out, so that no finalist answers it."""
-    return replace(data, splits={split: rows for split, rows in data.splits.items() if split != "test"})
-
-
 def _folder_name(candidate: Candidate) -> str:
     """Return the name of a candidate's folder, which no other expression and rate has."""
     return f"{hashlib.sha256(candidate.method.encode()).hexdigest()[:8]}-{candidate.rate:g}"
@@ -558,7 +560,7 @@ def _read_candidate(values: Mapping[str, Any]) -> Candidate:
 def _read_choice(folder: Path, values: Mapping[str, Any]) -> Choice:
     import pandas
 
-    return Choice(**{**values, "table": pandas.DataFrame(values["table"])}, run=folder)
+    return Choice(**{**values, "table": pandas.DataFrame(values["table"]).convert_dtypes()}, run=folder)
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -629,6 +631,7 @@ def _table(candidates: Sequence[Candidate], probe: float | None, full: float | N
             "steps": max(one.rungs, default=0),
             "held out": abs(one.best) if one.rungs else None,
             "validation": statistics.fmean(one.finals) if one.finals else None,
+            "±": interval(one.finals)[1] - statistics.fmean(one.finals) if len(one.finals) > 1 else None,
             "seeds": len(one.finals),
             "left out": one.dropped,
         }

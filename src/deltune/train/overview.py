@@ -19,7 +19,7 @@ from ..errors import DeltuneError, counted, first_names, number_range
 from ..models import HEADS, load_config
 from .config import RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS
-from .data.formats import COLUMN, as_conversations
+from .data.formats import COLUMN, as_conversations, count_repetitions
 from .data.loading import TaskData
 from .data.rows import columns_of, stored_dataset
 from .progress import ProgressDisplay
@@ -217,12 +217,13 @@ def _repetition_notes(data: TaskData) -> list[str]:
     answers = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names and c.role not in inputs]
     lines = []
     for split, rows in data.splits.items() if inputs and answers else ():
-        pairs = Counter(zip(_hashes(rows, inputs), _hashes(rows, answers), strict=True))
-        differing = Counter(question for question, _ in pairs)
-        if repeated := sum(number - 1 for number in pairs.values()):
+        repeated, differing = count_repetitions(
+            _hashes(rows, [*inputs, *answers]), _hashes(rows, inputs), _hashes(rows, answers)
+        )
+        if repeated:
             lines.append(f"{counted(repeated, 'repeated row')} in {split}")
-        if contradicting := sum(number for (question, _), number in pairs.items() if differing[question] > 1):
-            lines.append(f"{counted(contradicting, 'row')} in {split} with an input that other rows answer differently")
+        if differing:
+            lines.append(f"{counted(differing, 'row')} in {split} with an input that other rows answer differently")
     return lines
 
 

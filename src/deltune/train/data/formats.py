@@ -409,12 +409,10 @@ def _notes_on_repetitions(files: Mapping[str, DataFile]) -> list[str]:
     hashes = {split: _hashes(file) for split, file in files.items()}
     for split, (rows, questions, answers) in hashes.items():
         where = f" in {split}" if len(files) > 1 else ""
-        has_question = questions != 0
-        pairs = np.unique(np.stack([questions[has_question], answers[has_question]]), axis=1)
-        counts = np.unique(pairs[0], return_counts=True)[1]  # of different answers, for each question
-        if differing := counts[counts > 1].sum():
+        repeated, differing = count_repetitions(rows, questions[questions != 0], answers[questions != 0])
+        if differing:
             notes.append(f"{counted(differing, 'row')}{where} with a question that other rows answer differently")
-        if repeated := (np.unique(rows, return_counts=True)[1] > 1).sum():
+        if repeated:
             notes.append(f"{counted(repeated, 'repeated row')}{where}")
     if "train" in hashes:
         known, known_questions, _ = hashes.pop("train")
@@ -423,6 +421,14 @@ def _notes_on_repetitions(files: Mapping[str, DataFile]) -> list[str]:
             if answered := np.isin(new, known_questions).sum():
                 notes.append(f"{counted(answered, 'row')} of {split} with a question of train, and another answer")
     return notes
+
+
+def count_repetitions(
+    rows: NDArray[np.int64], questions: NDArray[np.int64], answers: NDArray[np.int64]
+) -> tuple[int, int]:
+    """Return how many rows have stood before, and how many questions stand beside another answer, from hashes."""
+    values, of_answers = np.unique(np.unique(np.stack([questions, answers]), axis=1)[0], return_counts=True)
+    return len(rows) - len(np.unique(rows)), int(np.isin(questions, values[of_answers > 1]).sum())
 
 
 def _hashes(file: DataFile) -> NDArray[np.int64]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import tempfile
 import uuid
 from bisect import bisect_right
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow
 
+from ...errors import DeltuneError, word_list
 from ...files import cache_folder
 
 if TYPE_CHECKING:
@@ -30,8 +32,8 @@ ROWS_AT_ONCE = 1000
 class ArrowRows(Sequence[Row]):
     """The rows of a memory-mapped Arrow table, converted to Python when they are read."""
 
-    def __init__(self, table: pyarrow.Table, file: Any = None) -> None:
-        self.table, self.file = table, file  # a temporary file goes with its rows
+    def __init__(self, table: pyarrow.Table) -> None:
+        self.table = table
         self._batches = table.to_batches()
         self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
 
@@ -86,37 +88,50 @@ class RowCollector:
             self._flush()
 
     def _flush(self) -> None:
-        table = pyarrow.Table.from_pylist(self._rows, schema=self._schema)
+        table = self._collected()
         if self._writer is None:
             self._file = _scratch_file()
             self._schema = table.schema
-            self._writer = pyarrow.ipc.new_file(self._file.name, table.schema)
+            self._writer = pyarrow.ipc.new_file(self._file, table.schema)
         self._writer.write_table(table)
         self._rows, self._size = [], 0
 
+    def _collected(self) -> pyarrow.Table:
+        """Return the rows in memory as a table, of which pyarrow would leave out further keys without a word."""
+        names = set(self._schema.names) if self._schema is not None else self._rows[0].keys() if self._rows else set()
+        if further := {name: None for row in self._rows for name in row if name not in names}:
+            raise DeltuneError(
+                f"rows have {word_list(list(further))}, and those before them have {word_list(sorted(names))} alone: "
+                "give all rows the same keys"
+            )
+        return pyarrow.Table.from_pylist(self._rows, schema=self._schema)
+
     def rows(self) -> Sequence[Row]:
         """Return all rows; nothing may be added afterwards."""
-        return self._rows if self.in_memory else ArrowRows(self.table(), self._file)
+        return self._rows if self.in_memory else ArrowRows(self.table())
 
     def table(self) -> pyarrow.Table:
         """Return all rows as a table, of a file that nobody else sees; nothing may be added afterwards."""
         if self.in_memory:
-            return pyarrow.Table.from_pylist(self._rows, schema=self._schema)
+            return self._collected()
         if self._rows:
             self._flush()
         self._writer.close()
-        return pyarrow.ipc.open_file(pyarrow.memory_map(self._file.name)).read_all()
+        with self._file as file:
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return pyarrow.ipc.open_file(pyarrow.py_buffer(mapped)).read_all()
 
 
 def _scratch_file() -> Any:
-    """Return a file that is removed when it is closed, in the folder of the cache, or else among temporary files."""
+    """Return a file without a name, which ends with its process, beside the cache or else among temporary files."""
     folder = cache_folder()
     try:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
-        return tempfile.NamedTemporaryFile(dir=folder, prefix=".deltune-", suffix=".rows")
+        return tempfile.TemporaryFile(dir=folder)
     except OSError:
-        return tempfile.NamedTemporaryFile(prefix=".deltune-", suffix=".rows")
+        return tempfile.TemporaryFile()
 
 
 def _size(value: Any) -> int:
