@@ -58,13 +58,8 @@ class LinearProbe:
 def fit_probe(features: Mapping[str, Array], answers: Mapping[str, Array], labels: int | None = None) -> LinearProbe:
     """Fit a linear probe on the train split; the penalty with the best validation wins, of equal ones the greatest.
 
-    Args:
-        features: The features of every split, (rows, width).
-        answers: The number of the label of each row, or the number to predict, at least of train and validation.
-        labels: How many labels there are. Default: the answers are numbers, to which a ridge regression is fitted.
-
-    Returns:
-        The probe. Without a validation split C is 1.
+    Features are (rows, width) by split, answers the numbers of so many labels, or without `labels` numbers, to which a
+    ridge regression is fitted. Without a validation split C is 1.
     """
     from sklearn.linear_model import LogisticRegression, Ridge
 

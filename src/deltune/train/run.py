@@ -294,19 +294,7 @@ class _StepClock(TrainerCallback):
 
 
 def measure_steps(config: RunConfig, rows: Callable[[TaskData], TaskData], cache: ModelCache) -> StepCost:
-    """Take three steps of a run and one validation, and a step of its longest rows, and return what they cost.
-
-    Args:
-        config: The run.
-        rows: Which rows are used, as in `train`.
-        cache: What several runs in one process share.
-
-    Returns:
-        The cost; nothing is kept of the steps.
-
-    Raises:
-        DeltuneError: The run cannot be trained.
-    """
+    """Take three steps of a run and one validation, and a step of its longest rows, and return what they cost."""
     device, clock = task_setup.resolve_device("auto"), _StepClock()
     with tempfile.TemporaryDirectory() as folder, ProgressDisplay(False) as bar:
         state = _prepare(config, RunFolder(folder), device, "none", cache, rows)

@@ -95,13 +95,7 @@ def described(kind: str | None = None) -> str:
 def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> tuple[Format, dict[str, str]] | None:
     """Return the format of a file and its columns, format's name -> file's; None for what is no conversation.
 
-    Args:
-        first: The file.
-        kind: The kind of task, where it is given.
-        names: The columns, where they are given: by the format's names.
-
-    Raises:
-        DeltuneError: The kind is given, and the columns are of no format for it.
+    The kind of task and the columns, by the format's names, may be given.
     """
     if kind not in (None, *KINDS) or ".txt" in first.name or not (names is None or isinstance(names, Mapping) or kind):
         return None
