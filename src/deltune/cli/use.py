@@ -133,6 +133,7 @@ def evaluate(
         raise DeltuneError("--limit is for --harness; --split says which rows of a run are scored")
     with log_to_stderr(quiet):
         from ..train import inference
+        from ..train.config import RunConfig
 
         if harness:
             from ..train.harness import evaluate_harness
@@ -152,18 +153,11 @@ def evaluate(
         else:
             if base or labels:
                 raise DeltuneError(f"--model and --labels are for a delta; {run} is a model as it is")
-            scores = inference.evaluate_model(
-                str(run),
-                data,
-                task,
-                columns,
-                answer,
-                split,
-                output,
-                progress=not quiet,
-                max_length=max_length,
-                data_root=data_root,
-            )
+            config = RunConfig.from_flat(
+                model=str(run), data=data, task=task, columns=columns, answer=answer, method="head",
+                data_root=data_root, **({} if max_length is None else {"max_length": max_length}),
+            )  # fmt: skip
+            scores = inference.evaluate_untuned(config, split, output, progress=not quiet)
     console.print_json(data=scores) if as_json else console.print(formatting.score_table(scores))
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ..errors import DeltuneError, check_extra, error_summary
 from ..templates import end_tokens, tokenize_prompts
-from .inference import is_run, language_model, load_run
+from .inference import open_language_model
 
 
 def evaluate_harness(
@@ -26,12 +26,11 @@ def evaluate_harness(
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    loaded = load_run(source, base) if is_run(source) else None
+    loaded, model, tokenizer = open_language_model(source, base)
     if base is not None and loaded is None:
         raise DeltuneError(f"--model is the base of a run or a delta, and {source} is a model itself: leave it out")
     if loaded is not None and loaded.kind.head != "causal-lm":
         raise DeltuneError(f"{source} answers {loaded.kind.name}, and the harness asks decoders")
-    model, tokenizer = language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
     templated = loaded is not None and loaded.is_conversational
     files = [name for name in tasks if name.endswith((".yaml", ".yml"))]
     folders = sorted({str(Path(name).resolve().parent) for name in files})
