@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from ..anatomy.quantization import quantization_of
 from ..compat import NAME_SETTINGS
 from ..errors import DeltuneError
-from ..files import CACHE_VARIABLE, cache_folder
+from ..files import CACHE_VARIABLE, atomic_open, cache_folder
 from ..runtime import sharding
 from ..runtime.attach import tuned
 from ..runtime.padding import eval_mode, padding_side
@@ -217,7 +217,7 @@ class _CacheFile:
         header = json.dumps(tensors).encode()
         header += b" " * (-len(header) % 8)
         begin = 8 + len(header)
-        with token_cache.write_complete(self.path) as file:
+        with atomic_open(self.path, token_cache.TEMPORARY_PREFIX) as file:
             file.write(len(header).to_bytes(8, "little") + header)
 
             def write_batch(indices: list[int], batch: dict[str, torch.Tensor]) -> None:

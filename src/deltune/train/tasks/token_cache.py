@@ -9,11 +9,11 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import pyarrow
 
@@ -117,21 +117,13 @@ def exclusive_creation(path: Path) -> contextlib.AbstractContextManager[None]:
     return file_lock(path.parent / f"{TEMPORARY_PREFIX}{path.stem}.lock")
 
 
-@contextlib.contextmanager
-def write_complete(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under its name only once it is complete on the disk, since cached files are trusted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_open(path, TEMPORARY_PREFIX) as file:
-        yield file
-
-
 def _write_rows(path: Path, encoded: EncodedRows) -> None:
     """Write rows as one file, atomically."""
     rows = encoded.rows
     table = rows.table if isinstance(rows, ArrowRows) else pyarrow.Table.from_pylist(rows)
     table = table.append_column("length", pyarrow.array(encoded.lengths, pyarrow.int64()))
     table = table.replace_schema_metadata({name: json.dumps(getattr(encoded, name)) for name in METADATA_FIELDS})
-    with write_complete(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+    with atomic_open(path, TEMPORARY_PREFIX) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=10_000)
     evict_old_files(path.parent, ".arrow", [path], MAX_BYTES)
 
