@@ -106,11 +106,11 @@ def config_command(
     """Return a command with the options of `run`, and parameters whose given values it takes as `options`."""
 
     def command(**values: Any) -> None:
-        arguments = {name: values.pop(name) for name in own}
+        arguments = {name: values.pop(name) for name in of_run}
         run(**arguments, options={name: value for name, value in values.items() if value is not None})
 
-    own = {name: one for name, one in inspect.signature(run, eval_str=True).parameters.items() if name != "options"}
-    signature = inspect.Signature([*own.values(), *parameters])
+    of_run = {name: one for name, one in inspect.signature(run, eval_str=True).parameters.items() if name != "options"}
+    signature = inspect.Signature([*of_run.values(), *parameters])
     command.__signature__ = signature  # type: ignore[attr-defined]
     command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
