@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import tiny
 from deltune import DeltuneError
 from deltune.models import load_model
-from deltune.train.inference import evaluate, evaluate_model, export_run, load_run, merge_run, predict
+from deltune.train.inference import evaluate, evaluate_untuned, export_run, load_run, merge_run, predict
 from deltune.train.run import train
 
 TEXTS = ["the old hammer", "a plum is near the very small table and my otter was here", "fig"]
@@ -87,7 +87,8 @@ def test_a_merged_run(tmp_path: Path) -> None:
     logits = torch.tensor(sentence_transformers.SentenceTransformer(str(merged), device="cpu").encode(TEXTS))
     assert torch.allclose(logits.softmax(-1), torch.tensor(probabilities), atol=1e-6)
     data = str(tmp_path / "data")
-    scores, again = evaluate(run), evaluate_model(str(merged), data, max_length=8)
+    untuned = tiny.RunConfig.from_flat(model=str(merged), data=data, method="head", max_length=8)
+    scores, again = evaluate(run), evaluate_untuned(untuned)
     assert all(again[split] == pytest.approx(scores[split], abs=1e-5) for split in ("validation", "test"))
     further = tiny.spec(tmp_path, model=str(merged), method="bitfit", steps=1, lr=1e-12, max_length=8)
     assert train(further, tmp_path / "further", progress=False).test["loss"] == pytest.approx(

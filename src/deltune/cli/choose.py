@@ -16,7 +16,6 @@ from .output import (
     Quiet,
     TaskOption,
     console,
-    fast_imports,
     log_to_stderr,
 )
 
@@ -56,9 +55,8 @@ def choose(
     on test.
     """
     with log_to_stderr(quiet):
-        with fast_imports():
-            from ..studies import choose as choose_method
-            from . import formatting
+        from ..studies import choose as choose_method
+        from . import formatting
 
         chosen = {"task": task, "data_root": data_root, "columns": columns, "quantize": quantize}
         options = {name: value for name, value in chosen.items() if value is not None}

@@ -10,7 +10,7 @@ import typer
 from ..errors import DeltuneError
 from ..methods.other_names import unknown_term
 from .options import Imports
-from .output import BaseModelOption, Json, ModelArgument, QuantizeOption, console, fast_imports
+from .output import BaseModelOption, Json, ModelArgument, QuantizeOption, console
 
 Denominator = Annotated[
     str,
@@ -61,8 +61,7 @@ def methods(
     as_json: Json = False,
 ) -> None:
     """List the methods, or explain one of them. NAME may also be a part of a method, such as Bottleneck."""
-    with fast_imports():
-        from . import formatting
+    from . import formatting
 
     facts, terms, bases = formatting.method_facts(), formatting.term_facts(), formatting.base_facts()
     if name is None:

@@ -100,6 +100,24 @@ Imports = Annotated[
 ]
 
 
+def config_command(
+    run: Callable[..., None], text: str | None, epilog: str, parameters: list[inspect.Parameter]
+) -> typer.Typer:
+    """Return a command with the options of `run`, and parameters whose given values it takes as `options`."""
+
+    def command(**values: Any) -> None:
+        arguments = {name: values.pop(name) for name in of_run}
+        run(**arguments, options={name: value for name, value in values.items() if value is not None})
+
+    of_run = {name: one for name, one in inspect.signature(run, eval_str=True).parameters.items() if name != "options"}
+    signature = inspect.Signature([*of_run.values(), *parameters])
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    app.command(help=text, epilog=epilog)(command)
+    return app
+
+
 def config_parameters(sections: Sections, places: Places, repeatable: tuple[str, ...] = ()) -> list[inspect.Parameter]:
     """Return a parameter for each field of a configuration; what is not common is hidden from --help."""
     from rich.markup import escape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import sys
@@ -46,20 +45,6 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress and no notes."
 def listed(names: str | None) -> list[str] | None:
     """Return the names of an option such as --labels a,b,c."""
     return None if names is None else [name.strip() for name in names.split(",") if name.strip()]
-
-
-@contextlib.contextmanager
-def fast_imports() -> Iterator[None]:
-    """Import inside of this context without garbage collection, which would take a fifth of the time and find none."""
-    modules, enabled = len(sys.modules), gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if len(sys.modules) > modules:
-            gc.freeze()  # the objects of modules never become garbage
-        if enabled:
-            gc.enable()
 
 
 class StderrHandler(logging.Handler):

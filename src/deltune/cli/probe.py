@@ -16,7 +16,6 @@ from .output import (
     Seed,
     TaskOption,
     console,
-    fast_imports,
     log_to_stderr,
 )
 
@@ -44,9 +43,8 @@ def probe(
     from . import formatting
 
     with log_to_stderr(quiet):
-        with fast_imports():
-            from ..train.config import RunConfig
-            from ..train.probe import probe_model
+        from ..train.config import RunConfig
+        from ..train.probe import probe_model
 
         values = {
             "data": data, "task": task, "data_root": data_root, "columns": columns, "pooling": pooling,

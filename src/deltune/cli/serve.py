@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping
 from functools import cache
@@ -13,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import DeltuneError, check_extra
-from .options import Imports, split_settings
-from .output import Json, Quiet, console, fast_imports, log_to_stderr
+from .options import Imports, commented_yaml, config_command, config_parameters, split_settings
+from .output import Json, Quiet, console, log_to_stderr
 
 
 def serve(context: typer.Context) -> None:
@@ -34,23 +33,10 @@ EPILOG = (
 @cache
 def serve_app() -> typer.Typer:
     """Build the command with all of its options: those of `run`, then one for each field of the config."""
-    with fast_imports():
-        from ..serve.config import PLACES, SECTIONS
-        from .options import config_parameters
+    from ..serve.config import PLACES, SECTIONS
 
-    def command(**values: Any) -> None:
-        arguments = {name: values.pop(name) for name in signature.parameters}
-        run(**arguments, options={name: value for name, value in values.items() if value is not None})
-
-    signature = inspect.signature(run, eval_str=True)
-    signature = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "options"])
     places = {name: place for name, place in PLACES.items() if name != "model"}
-    parameters = [*signature.parameters.values(), *config_parameters(SECTIONS, places)]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command(help=serve.__doc__, epilog=EPILOG)(command)
-    return app
+    return config_command(run, serve.__doc__, EPILOG, config_parameters(SECTIONS, places))
 
 
 def run(
@@ -78,9 +64,8 @@ def run(
 ) -> None:
     """Serve as a file and options say."""
     check_extra("serve", "deltune serve needs")
-    with fast_imports():
-        from ..config import read_values
-        from ..serve.config import SECTIONS, ServeConfig
+    from ..config import read_values
+    from ..serve.config import SECTIONS, ServeConfig
 
     values = {} if config is None else read_values(config)
     if model is not None and any(
@@ -96,13 +81,10 @@ def run(
     if imports and resolved.ray.ray:
         raise DeltuneError("--import does not reach the replicas that --ray starts: serve such deltas without --ray")
     if print_config:
-        from .options import commented_yaml
-
         print(commented_yaml(resolved.model_dump(mode="json"), SECTIONS), end="")
         return
     with log_to_stderr(quiet):
-        with fast_imports():
-            from ..serve.process import serve as start
+        from ..serve.process import serve as start
 
         start(resolved, quiet)
 
@@ -144,8 +126,7 @@ def serve_key(
     from ..files import user_path
 
     check_extra("serve", "deltune serve-key needs")
-    with fast_imports():
-        from ..serve.api import tenants as keys
+    from ..serve.api import tenants as keys
 
     file = user_path(file, "FILE")
     if revoke is not None:

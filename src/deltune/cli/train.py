@@ -8,7 +8,6 @@ end of a pipe.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import signal
 import socket
@@ -26,8 +25,15 @@ import typer
 from ..errors import DeltuneError
 from ..files import user_path
 from ..methods.other_names import hint_for_option
-from .options import Imports, load_user_function, split_settings
-from .output import Json, Quiet, console, fast_imports, log_to_stderr
+from .options import (
+    Imports,
+    commented_yaml,
+    config_command,
+    config_parameters,
+    load_user_function,
+    split_settings,
+)
+from .output import Json, Quiet, console, log_to_stderr
 
 if TYPE_CHECKING:
     from ..train.config import RunConfig
@@ -158,24 +164,6 @@ def train(context: typer.Context) -> None:
     train_app()(args=context.args, prog_name=context.command_path)
 
 
-@cache
-def train_app() -> typer.Typer:
-    """Build the command with the options of `run` and one for each field of the config."""
-
-    def command(**values: Any) -> None:
-        arguments = {name: values.pop(name) for name in signature.parameters}
-        run(**arguments, options={name: value for name, value in values.items() if value is not None})
-
-    signature = inspect.signature(run, eval_str=True)
-    signature = signature.replace(parameters=[p for p in signature.parameters.values() if p.name != "options"])
-    parameters = [*signature.parameters.values(), *_config_parameters()]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    app.command(help=train.__doc__, epilog=EPILOG)(command)
-    return app
-
-
 EPILOG = (
     'A first run: deltune train --model minilm --data DIR --method "lora(rank=8)" --output runs/first. The config has '
     "more options. --print-config prints all of them, those without a value as comments; set them in RUN.yaml or by "
@@ -183,13 +171,13 @@ EPILOG = (
 )
 
 
-def _config_parameters() -> list[inspect.Parameter]:
-    """Return a parameter for each field of the config."""
-    with fast_imports():
-        from ..train.config import PLACES, SECTIONS
-        from .options import config_parameters
+@cache
+def train_app() -> typer.Typer:
+    """Build the command with the options of `run` and one for each field of the config."""
+    from ..train.config import PLACES, SECTIONS
 
-    return config_parameters(SECTIONS, PLACES, repeatable=("search", "data"))
+    parameters = config_parameters(SECTIONS, PLACES, repeatable=("search", "data"))
+    return config_command(run, train.__doc__, EPILOG, parameters)
 
 
 def run(
@@ -231,10 +219,9 @@ def run(
     options: Mapping[str, Any],
 ) -> None:
     """Train the run that a file and options describe."""
-    with fast_imports():
-        from ..config import read_values
-        from ..train.config import RunConfig, check_processes, flatten
-        from ..train.presets import merge_values
+    from ..config import read_values
+    from ..train.config import RunConfig, check_processes, flatten
+    from ..train.presets import merge_values
 
     values = {} if file is None else read_values(file)
     folder = values.pop("output", None)
@@ -276,7 +263,6 @@ def _commented(config: RunConfig) -> str:
     from ..config import parse_yaml
     from ..methods.registry import LONG_STEPS, SHORT_STEPS, default_learning_rate
     from ..train.config import DOTTED, SECTIONS, RunConfig
-    from .options import commented_yaml
 
     values = config.flat(mode="json")
     unset = {name for name, value in values.items() if value in (None, [], {})}
@@ -299,16 +285,13 @@ def _train(
     reward: Callable[..., Any] | None,
 ) -> RunMetrics:
     with log_to_stderr(quiet):
-        with fast_imports():
-            from ..train.run_folder import RunFolder
-            from .threads import LoadMeter, set_threads
+        from ..train.run_folder import RunFolder
+        from .threads import LoadMeter, set_threads
 
-            meter = LoadMeter()
-            from ..train import run as training
-            from ..train.trainer import watch_interrupts
+        meter = LoadMeter()
+        from ..train import run as training
 
         set_threads(meter, None if fresh else RunFolder(folder))
-        watch_interrupts()
         try:
             return training.train(
                 config,

@@ -25,7 +25,6 @@ from .output import (
     TaskOption,
     Temperature,
     console,
-    fast_imports,
     listed,
     log_to_stderr,
 )
@@ -62,9 +61,8 @@ def data(
 ) -> None:
     """Show what a data set holds and what a model would see of it, without training. A run's first lines say so too."""
     with log_to_stderr(quiet):
-        with fast_imports():
-            from ..train.config import RunConfig
-            from ..train.overview import overview
+        from ..train.config import RunConfig
+        from ..train.overview import overview
 
         config = RunConfig.from_flat(
             model=model or MODEL, data=source, method="head", columns=columns, task=task, labels=labels,
@@ -134,8 +132,7 @@ def evaluate(
     if limit and not harness:
         raise DeltuneError("--limit is for --harness; --split says which rows of a run are scored")
     with log_to_stderr(quiet):
-        with fast_imports():
-            from ..train import inference
+        from ..train import inference
 
         if harness:
             from ..train.harness import evaluate_harness
@@ -156,17 +153,9 @@ def evaluate(
             if base or labels:
                 raise DeltuneError(f"--model and --labels are for a delta; {run} is a model as it is")
             scores = inference.evaluate_model(
-                str(run),
-                data,
-                task,
-                columns,
-                answer,
-                split,
-                output,
-                progress=not quiet,
-                max_length=max_length,
-                data_root=data_root,
-            )
+                str(run), data, task, columns, answer, split, output,
+                progress=not quiet, max_length=max_length, data_root=data_root,
+            )  # fmt: skip
     console.print_json(data=scores) if as_json else console.print(formatting.score_table(scores))
 
 
@@ -196,9 +185,8 @@ def predict(
     if pair and len(pair) != len(text or ()):
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
     with log_to_stderr(quiet):
-        with fast_imports():
-            from ..train import prediction_inputs
-            from ..train.inference import predict_rows
+        from ..train import prediction_inputs
+        from ..train.inference import predict_rows
 
         rows = (
             prediction_inputs.inputs_from_texts(text or [], pair or [], row_task, run, base)
@@ -231,8 +219,7 @@ def generate(
 ) -> None:
     """Let a run's model go on with a text, or answer it. The text is printed as it is generated."""
     with log_to_stderr(quiet):
-        with fast_imports():
-            from ..train.inference import generate as generate_texts
+        from ..train.inference import generate as generate_texts
 
         texts = generate_texts(str(run), prompt, max_tokens, temperature, top_p, seed, stream=not as_json, base=base)
     if as_json:
@@ -253,8 +240,7 @@ def chat(
 ) -> None:
     """Talk to a model, line by line. /reset begins anew, and the end of the input ends it; a pipe is answered too."""
     with log_to_stderr(True):
-        with fast_imports():
-            from ..train.chat import Chat
+        from ..train.chat import Chat
 
         conversation = Chat.open(str(run), system, max_tokens, temperature, seed, template, base)
         is_terminal = sys.stdin.isatty()
@@ -279,10 +265,9 @@ def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all of it; runs make anew what they need.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show or remove what runs keep on the disk. It is tokenised rows and activations of frozen layers."""
-    with fast_imports():
-        from ..files import CACHE_VARIABLE, cache_folder
-        from ..train.tasks import token_cache
+    """Show or remove what runs keep on the disk. It is tokenised rows."""
+    from ..files import CACHE_VARIABLE, cache_folder
+    from ..train.tasks import token_cache
 
     folder = cache_folder()
     files = {} if folder is None else token_cache.cached_files(folder)
@@ -369,9 +354,8 @@ def combine(
     if density is not None and how is None:
         raise DeltuneError("--density is of --how")
     with log_to_stderr(quiet):
-        with fast_imports():
-            from .. import Dare, Magnitude, Ties, load, tuned
-            from ..compat import silent_loading
+        from .. import Dare, Magnitude, Ties, load, tuned
+        from ..compat import silent_loading
 
         ways: dict[str | None, Any] = {"ties": Ties, "dare": Dare, "magnitude": Magnitude}
         if how not in (None, *ways):
@@ -402,9 +386,8 @@ def extract(
 ) -> None:
     """Make a delta of the difference of two models. Changes of linears become LoRAs of one rank."""
     with log_to_stderr(quiet):
-        with fast_imports():
-            from .. import extract as extract_delta
-            from ..models import HEADS_WITH_LABELS, load_config, load_model, trained_head
+        from .. import extract as extract_delta
+        from ..models import HEADS_WITH_LABELS, load_config, load_model, trained_head
 
         config = load_config(checkpoint)
         head = kind or trained_head(config) or "base"
@@ -450,12 +433,10 @@ def report(
 ) -> None:
     """Show a finished run as a page, or compare several. It has scores with intervals, curves, errors and examples."""
     from ..files import explain_write_errors, user_path, write_text
+    from ..train.report import page as reports
+    from ..train.report.advice import advice
+    from ..train.run_folder import RunFolder
     from . import formatting
-
-    with fast_imports():
-        from ..train.report import page as reports
-        from ..train.report.advice import advice
-        from ..train.run_folder import RunFolder
 
     finished = reports.read_all([RunFolder(run) for run in runs])
     first = finished[0].run.report_file if len(finished) == 1 else Path("report.html")
@@ -481,17 +462,16 @@ def quickstart(
 ) -> None:
     """Tune MiniLM on support tickets, offline, in about a minute. A linear probe shows what it does without tuning."""
     with log_to_stderr(False):
-        with fast_imports():
-            from .threads import LoadMeter, set_threads
+        from .threads import LoadMeter, set_threads
 
-            meter = LoadMeter()
-            from ..methods.counting import count
-            from ..models import load_config
-            from ..train.config import RunConfig
-            from ..train.inference import predict
-            from ..train.probe import probe_model
-            from ..train.run import train
-            from ..train.run_folder import RunFolder
+        meter = LoadMeter()
+        from ..methods.counting import count
+        from ..models import load_config
+        from ..train.config import RunConfig
+        from ..train.inference import predict
+        from ..train.probe import probe_model
+        from ..train.run import train
+        from ..train.run_folder import RunFolder
 
         set_threads(meter)
         config = RunConfig.from_flat(model=MODEL, data=str(TICKETS), method=METHOD, max_length=MAX_LENGTH, seed=seed)

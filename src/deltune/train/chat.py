@@ -11,7 +11,7 @@ from transformers import TextStreamer
 
 from ..errors import DeltuneError, error_summary
 from ..templates import chat_prompt, tokenize_prompts, with_chat_template
-from .inference import continue_prompt, is_run, language_model, load_run
+from .inference import continue_prompt, open_language_model
 from .tasks.chat import CHAT, no_chat_template
 from .tasks.encoding import longest_length
 
@@ -67,20 +67,18 @@ class Chat:
         Raises:
             DeltuneError: There is no such run or model, it generates no text, or it has no chat template.
         """
-        if is_run(source):
-            loaded = load_run(source, base)
+        loaded, model, tokenizer = open_language_model(source, base)
+        templated = True
+        if loaded is not None:
             if loaded.kind.head != "causal-lm" or template is not None:
                 raise DeltuneError(
                     f"{source} is a run, whose template is saved with it: leave --template out"
                     if template is not None
                     else f"{source} answers {loaded.kind.name}, and is no decoder that chats: deltune predict"
                 )
-            model, tokenizer = loaded.model, loaded.tokenizer
             templated = loaded.is_conversational or (loaded.kind is not CHAT and bool(tokenizer.chat_template))
-        else:
-            model, tokenizer = language_model(source)
-            tokenizer = tokenizer if template is None else with_chat_template(tokenizer, template)
-            templated = True
+        elif template is not None:
+            tokenizer = with_chat_template(tokenizer, template)
         if templated and not tokenizer.chat_template:
             raise no_chat_template()
         if system is not None and not templated:

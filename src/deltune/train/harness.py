@@ -11,40 +11,26 @@ import torch
 
 from ..errors import DeltuneError, check_extra, error_summary
 from ..templates import end_tokens, tokenize_prompts
-from .inference import is_run, language_model, load_run
+from .inference import open_language_model
 
 
 def evaluate_harness(
     source: str | Path, tasks: Sequence[str], limit: int | None = None, batch_size: int = 8, base: str | None = None
 ) -> dict[str, dict[str, float]]:
-    """Score a run, or a language model as it is, on tasks of lm-evaluation-harness.
+    """Score a run, or a language model as it is, on tasks of lm-evaluation-harness, by name or from files in YAML.
 
     Texts begin as in training: with what the tokenizer writes before a text, once. A run on conversations is asked by
-    its chat template.
-
-    Args:
-        source: The folder of a run, or a model.
-        tasks: Names of tasks, or files with a task in YAML. A file may name Python functions, which are run.
-        limit: Only the first rows of each task.
-        batch_size: Rows at a time.
-        base: The base model of a run or a delta, where it is not at the place that the folder names.
-
-    Returns:
-        The scores of every task, by metric.
-
-    Raises:
-        DeltuneError: The harness is not installed, a task is unknown, or the model is no decoder.
+    its chat template. A file may name Python functions, which are run.
     """
     check_extra("harness", "--harness needs")
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    loaded = load_run(source, base) if is_run(source) else None
+    loaded, model, tokenizer = open_language_model(source, base)
     if base is not None and loaded is None:
         raise DeltuneError(f"--model is the base of a run or a delta, and {source} is a model itself: leave it out")
     if loaded is not None and loaded.kind.head != "causal-lm":
         raise DeltuneError(f"{source} answers {loaded.kind.name}, and the harness asks decoders")
-    model, tokenizer = language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
     templated = loaded is not None and loaded.is_conversational
     files = [name for name in tasks if name.endswith((".yaml", ".yml"))]
     folders = sorted({str(Path(name).resolve().parent) for name in files})

@@ -264,10 +264,7 @@ def load_run(
     if len(runs) > 1 and language_codes(tokenizer):
         _check_same_languages(runs)
     head_labels = labels_of[name] if _has_labels(kind) else None
-    model = load_model(
-        config.model.name, kind.head, head_labels, "float32", config.runtime.seed, quantize=config.model.quantize
-    )
-    align_padding_token(model, tokenizer)
+    model = load_base(config, kind.head, head_labels, tokenizer)
     for delta, folder in runs.items():
         if not folder.finished:
             warnings.warn(f"{folder.folder} is not finished: this is its best delta so far", stacklevel=2)
@@ -277,6 +274,16 @@ def load_run(
     loaded = LoadedRun(model, tokenizer, kind, runs, labels_of)
     optimize_linear(model, enabled=config.runtime.linear_backend == "onednn")
     return loaded
+
+
+def load_base(
+    config: RunConfig, head: str, labels: Sequence[str] | None, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedModel:
+    """Load the model of a config in float32, with a head and the padding token of a tokenizer."""
+    name, quantize = config.model.name, config.model.quantize
+    model = load_model(name, head, labels, "float32", config.runtime.seed, quantize=quantize)
+    align_padding_token(model, tokenizer)
+    return model
 
 
 def attach_trained_head(model: PreTrainedModel, name: str, pooling: str) -> Tuned:
@@ -453,10 +460,9 @@ def evaluate_untuned(
             "words for a language model, or train the head alone (deltune train --method head)"
         )
     tokenizer = load_task_tokenizer(name, config.data)
-    backbone = load_model(name, head, labels, "float32", quantize=config.model.quantize)
+    backbone = load_base(config, head, labels, tokenizer)
     if head == saved.kind and saved.pooling != "model":
         attach_trained_head(backbone, name, saved.pooling)
-    align_padding_token(backbone, tokenizer)
     if head == "causal-lm":
         check_causal(backbone)
     backbone.to(task_setup.resolve_device())  # type: ignore[arg-type]
@@ -525,10 +531,9 @@ def generate(
     """
     if not prompts:
         raise DeltuneError("no prompts are given")
-    loaded = load_run(source, base) if is_run(source) else None
+    loaded, model, tokenizer = open_language_model(source, base)
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
-    model, tokenizer = language_model(str(source)) if loaded is None else (loaded.model, loaded.tokenizer)
     is_encoder_decoder = model.config.is_encoder_decoder
     encoded = [_prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder) for prompt in prompts]
     if not is_encoder_decoder:
@@ -599,15 +604,21 @@ def _check_room(model: PreTrainedModel, prompt_tokens: Sequence[int], max_tokens
         raise error_from_problems(f"nothing was generated ({advice})", problems)
 
 
-def language_model(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a language model as it is, with its tokenizer."""
+def open_language_model(
+    source: str | Path, base: str | None = None
+) -> tuple[LoadedRun | None, PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a run with its model, or a language model as it is, without a run."""
+    if is_run(source):
+        loaded = load_run(source, base)
+        return loaded, loaded.model, loaded.tokenizer
+    name = str(source)
     head = "seq2seq-lm" if load_config(name).is_encoder_decoder else "causal-lm"
     tokenizer = load_tokenizer(name)
     model = load_model(name, head, dtype="float32")
     align_padding_token(model, tokenizer)
     if head == "causal-lm":
         check_causal(model)
-    return model.to(task_setup.resolve_device()), tokenizer  # type: ignore[arg-type]
+    return None, model.to(task_setup.resolve_device()), tokenizer  # type: ignore[arg-type]
 
 
 def _prompt_ids(loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_encoder_decoder: bool) -> list[int]:

@@ -84,16 +84,9 @@ class Overview:
 
 
 def overview(config: RunConfig, model: str | None = None, row: int = 1, *, progress: bool = False) -> Overview:
-    """Read a data set, and encode it for a model, without loading any weights.
+    """Read a data set, and encode it by the tokenizer of a model, if one is named, without loading any weights.
 
-    Args:
-        config: Which data, and how it is read; its model does not matter.
-        model: The model whose tokenizer encodes the rows. Default: none, and nothing is said of tokens.
-        row: The number of the row that is the example.
-        progress: Whether tokenising shows how far it is.
-
-    Raises:
-        DeltuneError: The data or the model is wrong, or there is no such row.
+    The model of the config does not matter. `row` is the number of the row that is the example.
     """
     is_file = config.data.source is not None and Path(config.data.source).is_file()
     _, data = load_task_data(config.data, config.runtime.seed, training=is_file)  # a file alone is the train split

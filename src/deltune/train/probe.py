@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from ..errors import DeltuneError
-from ..models import HEADS_WITH_LABELS, Pooling, align_padding_token, load_model, tag_all_words
+from ..models import HEADS_WITH_LABELS, Pooling, tag_all_words
 from ..runtime.pooling import choose_pooling, pool
 from .config import RunConfig
 from .data.columns import TASK_COLUMNS
 from .data.rows import columns_of
-from .inference import MetricOptions, measure, with_tag_scheme
+from .inference import MetricOptions, load_base, measure, with_tag_scheme
 from .records import ProbeRecord
 from .setup import fit_lengths, length_limits, load_task_tokenizer, resolve_device, set_up_task
 from .tasks import token_cache
@@ -58,13 +58,8 @@ class LinearProbe:
 def fit_probe(features: Mapping[str, Array], answers: Mapping[str, Array], labels: int | None = None) -> LinearProbe:
     """Fit a linear probe on the train split; the penalty with the best validation wins, of equal ones the greatest.
 
-    Args:
-        features: The features of every split, (rows, width).
-        answers: The number of the label of each row, or the number to predict, at least of train and validation.
-        labels: How many labels there are. Default: the answers are numbers, to which a ridge regression is fitted.
-
-    Returns:
-        The probe. Without a validation split C is 1.
+    Features are (rows, width) by split, answers the numbers of so many labels, or without `labels` numbers, to which a
+    ridge regression is fitted. Without a validation split C is 1.
     """
     from sklearn.linear_model import LogisticRegression, Ridge
 
@@ -194,8 +189,7 @@ def probe_model(config: RunConfig) -> ProbeRecord:
     if list(data.splits) == ["train"]:
         raise DeltuneError(f"data {data.source} has no validation or test split, so the probe would have no score")
     tokenizer = load_task_tokenizer(name, config.data)
-    model = load_model(name, kind.head, data.labels, "float32", seed, quantize=config.model.quantize)
-    align_padding_token(model, tokenizer)
+    model = load_base(config, kind.head, data.labels, tokenizer)
     pooling, _ = choose_pooling(model, name, config.method.pooling)
     model.to(resolve_device())  # type: ignore[arg-type]
     limits = fit_lengths(model, kind, length_limits(config.data, config.generation, kind, data.labels))

@@ -76,15 +76,10 @@ class ProgressDisplay:
         columns: tuple[str, ...] = (),
         seconds: float = 0.0,
     ) -> None:
-        """Begin a new stage. A stage without columns leaves the table of the one before as it is.
+        """Begin a new stage, of which so many units were done before, in so many seconds.
 
-        Args:
-            title: What is done in it.
-            total: How many units of work it has.
-            done: How many of them were done before; the time left is judged by those that are done from now on.
-            unit: What the units are called; without a name the share that is done is shown.
-            columns: The facts that the table shows, in order; the last ones are left out on a narrow terminal.
-            seconds: How long the work took before.
+        A stage without columns leaves the table of the one before as it is; the last columns are left out on a narrow
+        terminal. Units without a name are shown as the share that is done.
         """
         self.title, self.units, self.done, self.done_before, self.unit = title, total, done, done, unit
         self.started, self.seconds_before = self.clock(), seconds

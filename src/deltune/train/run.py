@@ -103,6 +103,21 @@ ROWS_OF_START = 256
 logger = logging.getLogger("deltune")
 
 
+@dataclass(frozen=True)
+class _Options:
+    """What `train` is asked beside its config and folder; the arguments of `train` have these names."""
+
+    resume: bool
+    progress: bool
+    device: torch.device
+    sharding: str
+    cache: ModelCache
+    report: bool
+    reward: RewardFunction | None
+    rows: Callable[[TaskData], TaskData] | None
+    stop_if: Callable[[int, float], bool] | None
+
+
 @check_booleans
 def train(
     config: RunConfig,
@@ -153,43 +168,33 @@ def train(
     """
     resolved = task_setup.resolve_device(device)
     distributed.init_processes(resolved)
-    run = RunFolder(output, writer=distributed.is_main())
-    shared = cache or ModelCache()
-    finished = broadcast_from_main(lambda: _finished_metrics(config, run, resume, shared, rows))
+    options = _Options(resume, progress, resolved, sharding, cache or ModelCache(), report, reward, rows, stop_if)
+    return _run(config, RunFolder(output, writer=distributed.is_main()), options)
+
+
+def _run(config: RunConfig, run: RunFolder, options: _Options) -> RunMetrics:
+    """Train what a config describes, a single run or several, unless it is finished."""
+    finished = broadcast_from_main(lambda: _finished_metrics(config, run, options))
     if finished is not None:
         logger.info("%s is finished; nothing to do", run.folder)
-        if report and not run.report_file.exists():  # the run was interrupted while it wrote the page
+        if options.report and not run.report_file.exists():  # the run was interrupted while it wrote the page
             broadcast_from_main(lambda: _write_missing_report(run))
         return finished
     with contextlib.ExitStack() as stack:
         stack.enter_context(explain_write_errors(run.folder))
         broadcast_from_main(lambda: stack.enter_context(run.locked()))
         if config.is_series:
-            if not resume:
+            if not options.resume:
                 run.clear()
-            metrics = run_series(
-                config,
-                run,
-                lambda one, folder: train(
-                    one,
-                    folder,
-                    progress=progress,
-                    device=device,
-                    sharding=sharding,
-                    cache=shared,
-                    report=report,
-                    reward=reward,
-                    rows=rows,
-                    stop_if=stop_if,
-                ),
-            )
+            of_each = replace(options, resume=True)
+            metrics = run_series(config, run, lambda one, at: _run(one, RunFolder(at, writer=run.writer), of_each))
         else:
             try:
-                metrics = _train(config, run, resume, progress, resolved, sharding, shared, reward, rows, stop_if)
+                metrics = _train(config, run, options)
             except BaseException:
-                shared.drop()
+                options.cache.drop()
                 raise
-        if report:
+        if options.report:
             broadcast_from_main(lambda: str(write_report(run)))
         return metrics
 
@@ -201,21 +206,15 @@ def _write_missing_report(run: RunFolder) -> None:
         write_report(run)
 
 
-def _finished_metrics(
-    config: RunConfig,
-    run: RunFolder,
-    resume: bool,
-    cache: ModelCache,
-    rows: Callable[[TaskData], TaskData] | None,
-) -> RunMetrics | None:
+def _finished_metrics(config: RunConfig, run: RunFolder, options: _Options) -> RunMetrics | None:
     """Return the metrics of a run that needs no training."""
-    before = run.check_config(config) if resume or not run.exists else None
+    before = run.check_config(config) if options.resume or not run.exists else None
     if before is None or not run.finished or before.name != config.name:
         return None
     kept, trained = (run.best_run, run.best_run.config) if before.is_series else (run, before)
     try:
-        data = load_task_data(trained.data, trained.runtime.seed, read=cache.data)[1]
-        facts = (data if rows is None else rows(data)).summary
+        data = load_task_data(trained.data, trained.runtime.seed, read=options.cache.data)[1]
+        facts = (data if options.rows is None else options.rows(data)).summary
     except DeltuneError as error:
         logger.info("the data of %s cannot be compared with what it was: %s", run.folder, error)
     else:
@@ -223,28 +222,20 @@ def _finished_metrics(
     return run.metrics
 
 
-def _train(
-    config: RunConfig,
-    run: RunFolder,
-    resume: bool,
-    progress: bool,
-    device: torch.device,
-    sharded: str,
-    cache: ModelCache,
-    reward: RewardFunction | None,
-    rows: Callable[[TaskData], TaskData] | None,
-    stop_if: Callable[[int, float], bool] | None,
-) -> RunMetrics:
+def _train(config: RunConfig, run: RunFolder, options: _Options) -> RunMetrics:
     """Train a single run in its locked folder."""
+    resume, reward, device, sharded = options.resume, options.reward, options.device, options.sharding
     check_objective(config, reward, sharded)
     if resume:
         config = broadcast_from_main(lambda: config.with_rate_of(run.config) if run.exists else config)
-    state = sharding.run_on_all(lambda: _prepare(config, run, device, sharded, cache, rows, progress))
-    state.stop_if = stop_if
+    state = sharding.run_on_all(
+        lambda: _prepare(config, run, device, sharded, options.cache, options.rows, options.progress)
+    )
+    state.stop_if = options.stop_if
     arguments = _training_arguments(state, device)
     checkpoint = broadcast_from_main(lambda: _resumable_checkpoint(run)) if resume else None
     with (
-        ProgressDisplay(progress and distributed.is_main()) as bar,
+        ProgressDisplay(options.progress and distributed.is_main()) as bar,
         _linear_optimized(state, device) as linear_backend,
         _frozen_layers_cached(state, arguments.device, bar),
     ):
@@ -303,19 +294,7 @@ class _StepClock(TrainerCallback):
 
 
 def measure_steps(config: RunConfig, rows: Callable[[TaskData], TaskData], cache: ModelCache) -> StepCost:
-    """Take three steps of a run and one validation, and a step of its longest rows, and return what they cost.
-
-    Args:
-        config: The run.
-        rows: Which rows are used, as in `train`.
-        cache: What several runs in one process share.
-
-    Returns:
-        The cost; nothing is kept of the steps.
-
-    Raises:
-        DeltuneError: The run cannot be trained.
-    """
+    """Take three steps of a run and one validation, and a step of its longest rows, and return what they cost."""
     device, clock = task_setup.resolve_device("auto"), _StepClock()
     with tempfile.TemporaryDirectory() as folder, ProgressDisplay(False) as bar:
         state = _prepare(config, RunFolder(folder), device, "none", cache, rows)

@@ -510,17 +510,10 @@ def open_run(
     labels: Sequence[str] | None = None,
     models: bool = False,
 ) -> RunFolder:
-    """Return a run, of several runs the best, or a delta without its run.
+    """Return a run, of several runs the best, or a delta without its run, also an adapter of PEFT or AdapterHub.
 
-    Args:
-        folder: A run, a folder that Tuned.save() or `deltune combine` wrote, or an adapter of PEFT or AdapterHub.
-        base: Its base model, where it is not at the place that the folder names.
-        pairs: Whether the inputs are pairs of texts, where a delta without a run does not say it.
-        labels: The names of the labels in the order of their ids, where a delta without a run has none.
-        models: Whether a model with a trained head is taken too, such as `deltune merge` writes.
-
-    Raises:
-        DeltuneError: The folder holds none of these, does not name its base model, or has names for its labels.
+    `base`, `pairs` and `labels` are what such a folder does not say. With `models` a model with a trained head is taken
+    too, such as `deltune merge` writes.
     """
     run = RunFolder(folder, base=base)
     if not run.exists and any((run.folder / name).is_file() for name in ("delta.json", "adapter_config.json")):

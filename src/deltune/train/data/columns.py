@@ -158,10 +158,10 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: Colum
             return kind
         else:
             named.append(kind)
-    label = _first_named(available, LABEL_COLUMN_NAMES)
+    label = first_named(available, LABEL_COLUMN_NAMES)
     if named and not label:
         return named[0]
-    answer = label or _first_named(available, SCORE_COLUMN_NAMES)
+    answer = label or first_named(available, SCORE_COLUMN_NAMES)
 
     def all_answers(are: Callable[[Any], bool]) -> bool:
         return all(are(row.get(answer)) for _, row in first.rows)
@@ -173,7 +173,7 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: Colum
     return "classification"
 
 
-def _first_named(available: Sequence[str], usual: Sequence[str]) -> str:
+def first_named(available: Sequence[str], usual: Sequence[str]) -> str:
     """Return the column with the first of some usual names; "" for none."""
     return next((c for name in usual for c in available if c.lower() == name), "")
 
@@ -222,7 +222,7 @@ def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels
     rows = [row for _, row in first.rows[:SAMPLED_ROWS]]
     if kind in ("classification", "multilabel"):
         column = chosen[TASK_COLUMNS[kind][-1].role]
-        word, sentence = (_first_named(first.columns, n) for n in (WORD_COLUMN_NAMES, SENTENCE_COLUMN_NAMES))
+        word, sentence = (first_named(first.columns, n) for n in (WORD_COLUMN_NAMES, SENTENCE_COLUMN_NAMES))
         if word and sentence and not _are_tags(labels) and any(isinstance(row.get(word), str) for row in rows):
             pair = f"--columns text={sentence},pair={word},{TASK_COLUMNS[kind][-1].role}={column}"
             return [
@@ -395,7 +395,7 @@ def _columns_by_usual_name(kind: str, available: Sequence[str]) -> dict[str, str
 def _labelled_text_columns(kind: str, first: DataFile, available: Sequence[str], problems: list[str]) -> dict[str, str]:
     """Find the label by its usual names and one or two columns of text by their contents."""
     answer = TASK_COLUMNS[kind][-1]
-    label = _first_named(available, answer.usual_names)
+    label = first_named(available, answer.usual_names)
     texts = text_columns(first, [c for c in available if c != label])
     listed = ", ".join(first.columns)
     others = [c for c in available if c not in texts and c.lower() not in ID_COLUMN_NAMES]

@@ -95,13 +95,7 @@ def described(kind: str | None = None) -> str:
 def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> tuple[Format, dict[str, str]] | None:
     """Return the format of a file and its columns, format's name -> file's; None for what is no conversation.
 
-    Args:
-        first: The file.
-        kind: The kind of task, where it is given.
-        names: The columns, where they are given: by the format's names.
-
-    Raises:
-        DeltuneError: The kind is given, and the columns are of no format for it.
+    The kind of task and the columns, by the format's names, may be given.
     """
     if kind not in (None, *KINDS) or ".txt" in first.name or not (names is None or isinstance(names, Mapping) or kind):
         return None
@@ -152,12 +146,9 @@ def row_place(file: DataFile, number: int, row: int) -> str:
 # -- formats
 
 
-def _read_messages(row: Row) -> dict[str, Any]:
-    return _conversation(_value(row, "messages"), row)
-
-
-def _read_sharegpt(row: Row) -> dict[str, Any]:
-    return _conversation(_value(row, "conversations"), row)
+def _read_list(name: str) -> Callable[[Row], dict[str, Any]]:
+    """Return what reads a row whose messages stand in one column."""
+    return lambda row: _conversation(_value(row, name), row)
 
 
 def _read_alpaca(row: Row) -> dict[str, Any]:
@@ -183,10 +174,6 @@ def _read_prompt_completion(row: Row) -> dict[str, Any]:
         )
     before = [{**one, "weight": 0} if _role(one) == "assistant" else one for one in prompt]
     return _conversation([*before, *completion], row)
-
-
-def _read_text(row: Row) -> dict[str, Any]:
-    return {"text": _text(row, "text")}
 
 
 def _read_preference(row: Row) -> dict[str, Any]:
@@ -221,13 +208,13 @@ def _read_unpaired(row: Row) -> dict[str, Any]:
 
 
 FORMATS = (
-    Format("messages", "chat", ("messages",), _read_messages, others=("system", "tools")),
-    Format("ShareGPT", "chat", ("conversations",), _read_sharegpt, others=("system", "tools")),
+    Format("messages", "chat", ("messages",), _read_list("messages"), others=("system", "tools")),
+    Format("ShareGPT", "chat", ("conversations",), _read_list("conversations"), others=("system", "tools")),
     Format("preferences", "preference", ("chosen", "rejected"), _read_preference, others=("prompt",)),
     Format("Alpaca", "chat", ("instruction", "output"), _read_alpaca, others=("input", "system", "history")),
     Format("rated answers", "preference", ("prompt", "completion", "label"), _read_unpaired),
     Format("prompt and completion", "chat", ("prompt", "completion"), _read_prompt_completion, others=("tools",)),
-    Format("texts", "chat", ("text",), _read_text, only=True),
+    Format("texts", "chat", ("text",), lambda row: {"text": _text(row, "text")}, only=True),
 )
 """The formats, the first that fits being that of a file."""
 

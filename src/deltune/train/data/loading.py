@@ -672,8 +672,7 @@ def encode_labels(
 ) -> tuple[tuple[str, ...], dict[str, int], dict[str, DataFile]]:
     """Number the labels, and check that train has every label, but for those that have a column each.
 
-    Returns:
-        The names in the order of their ids, the id of each label in the data, and the files whose labels are known.
+    Return their names in the order of their ids, the id of each label in the data, and the files with known labels.
     """
     counts = {split: _count_labels(file, column, problems) for split, file in files.items()}
     for split in [s for s, of_split in counts.items() if {*of_split} == {"-1"}]:

@@ -87,11 +87,7 @@ def best_fit(lengths: Sequence[int], width: int) -> list[list[int]]:
 
 
 def choose_packing(model: PreTrainedModel, pad: int | None) -> Packing:
-    """Return how texts of one row are kept apart in a model with what is attached to it, by trying.
-
-    Raises:
-        DeltuneError: Nothing keeps them apart.
-    """
+    """Return how texts of one row are kept apart in a model with what is attached to it, by trying."""
     parameters = signature(model.forward).parameters
     token = as_ids(getattr(model.config.get_text_config(), "pad_token_id", None))
     starts = dict.fromkeys([0, *(one + 1 for one in token)]) if "position_ids" in parameters else [None]

@@ -23,6 +23,7 @@ from .columns import (
     SEPARATORS,
     WORD_COLUMN_NAMES,
     ColumnNames,
+    first_named,
     text_columns,
 )
 from .readers import DataFile, RowsRead, short_repr
@@ -75,7 +76,7 @@ def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> RowL
         return None
     if kind in (None, "tagging"):
         words = {
-            role: _named(first, usual)
+            role: first_named(first.columns, usual)
             for role, usual in (
                 ("sentence", SENTENCE_COLUMN_NAMES), ("tokens", WORD_COLUMN_NAMES), ("tags", TAG_COLUMN_NAMES),
             )
@@ -87,7 +88,7 @@ def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> RowL
         texts = text_columns(first, [c for c in first.columns if c != spans])
         if spans and len(texts) == 1:
             return RowLayout("spans of a text", "tagging", {"tokens": texts[0], "spans": spans}, _read_spans)
-    if kind in (None, "multilabel") and not _named(first, LABEL_COLUMN_NAMES):
+    if kind in (None, "multilabel") and not first_named(first.columns, LABEL_COLUMN_NAMES):
         flags = [c for c in first.columns if c.lower() not in ID_COLUMN_NAMES and _is_flag(first, c)]
         texts = text_columns(first, [c for c in first.columns if c not in flags])
         if len(flags) > 1 and len(texts) in (1, 2):
@@ -257,11 +258,6 @@ def _parsed(value: Any) -> Any:
         raise ValueError(
             f"{excerpt(value, 40)} is no list in JSON; pandas writes one by to_json(FILE, orient='records', lines=True)"
         ) from error
-
-
-def _named(first: DataFile, usual: Sequence[str]) -> str:
-    """Return the column with the first of some usual names that a file has; "" for none."""
-    return next((c for name in usual for c in first.columns if c.lower() == name), "")
 
 
 def _numbers_sentences(first: DataFile, column: str) -> bool:

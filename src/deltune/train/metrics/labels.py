@@ -20,15 +20,27 @@ from .words import CannotScoreError, separate_characters, unspaced_signature, wi
 # classes: integers; those from options["labels"] on occur, but are not labels ---------------------------------------
 
 
-def _sklearn_metric(function: Callable[[np.ndarray, np.ndarray, int], float]) -> Callable[..., CorpusStatistics]:
-    """A metric whose statistics are predictions and references, scored by a function of scikit-learn."""
+def _sklearn_metric(function: str, labels: Callable[[int], list[int]] | None = None) -> Callable[..., CorpusStatistics]:
+    """A metric of scikit-learn, which averages over labels(number of labels) where it is given those."""
 
     def measure(predictions: Sequence[int], references: Sequence[int], options: Options) -> CorpusStatistics:
-        count = int(options["labels"])
+        from sklearn import metrics
+
+        settings: dict[str, Any] = {}
+        if labels is not None:
+            settings = {"labels": labels(int(options["labels"])), "average": "macro", "zero_division": 0}
         rows = np.stack([np.array(predictions), np.array(references)], axis=1)
-        return CorpusStatistics(rows, lambda chosen: function(chosen[:, 0], chosen[:, 1], count), options)
+        score = getattr(metrics, function)
+        return CorpusStatistics(rows, lambda chosen: float(score(chosen[:, 1], chosen[:, 0], **settings)), options)
 
     return measure
+
+
+def _second_label(count: int) -> list[int]:
+    """Return the label over which F1 is averaged for two labels; its macro average allows predictions of neither."""
+    if count != 2:
+        raise DeltuneError(f"f1 is for two labels, and there are {count}. Use f1_macro.")
+    return [1]
 
 
 def _compute_accuracy(predictions: Sequence[int], references: Sequence[int], options: Options) -> CorpusStatistics:
@@ -37,27 +49,6 @@ def _compute_accuracy(predictions: Sequence[int], references: Sequence[int], opt
     rows = np.stack([np.array(predictions), np.array(references)], axis=1)
     hits = [float(p == r) for p, r in zip(predictions, references, strict=True)]
     return CorpusStatistics(rows, lambda chosen: float(accuracy_score(chosen[:, 1], chosen[:, 0])), options, hits)
-
-
-def _f1(predictions: np.ndarray, references: np.ndarray, labels: int) -> float:
-    from sklearn.metrics import f1_score
-
-    if labels != 2:
-        raise DeltuneError(f"f1 is for two labels, and there are {labels}. Use f1_macro.")
-    # average="macro" over class 1 alone is its F1, also where a prediction is neither label.
-    return float(f1_score(references, predictions, labels=[1], average="macro", zero_division=0))
-
-
-def _f1_macro(predictions: np.ndarray, references: np.ndarray, labels: int) -> float:
-    from sklearn.metrics import f1_score
-
-    return float(f1_score(references, predictions, labels=list(range(labels)), average="macro", zero_division=0))
-
-
-def _matthews(predictions: np.ndarray, references: np.ndarray, labels: int) -> float:
-    from sklearn.metrics import matthews_corrcoef
-
-    return float(matthews_corrcoef(references, predictions))
 
 
 # label sets ----------------------------------------------------------------------------------------------------------
@@ -265,14 +256,17 @@ LABEL_METRICS: dict[str, Metric] = {
     "accuracy": Metric("classes", _compute_accuracy, packages=_SKLEARN),
     "f1": Metric(
         "classes",
-        _sklearn_metric(_f1),
+        _sklearn_metric("f1_score", _second_label),
         {"average": "binary", "positive": "label[1]", "zero_division": 0},
         packages=_SKLEARN,
     ),
     "f1_macro": Metric(
-        "classes", _sklearn_metric(_f1_macro), {"average": "macro", "zero_division": 0}, packages=_SKLEARN
+        "classes",
+        _sklearn_metric("f1_score", lambda count: list(range(count))),
+        {"average": "macro", "zero_division": 0},
+        packages=_SKLEARN,
     ),
-    "matthews": Metric("classes", _sklearn_metric(_matthews), range=(-1.0, 1.0), packages=_SKLEARN),
+    "matthews": Metric("classes", _sklearn_metric("matthews_corrcoef"), range=(-1.0, 1.0), packages=_SKLEARN),
     "pearson": Metric("numbers", _correlation("pearson"), range=(-1.0, 1.0), packages=("scipy",)),
     "spearman": Metric("numbers", _correlation("spearman"), range=(-1.0, 1.0), packages=("scipy",)),
     "mae": Metric("numbers", _mean_absolute_error, better="lower", range=NON_NEGATIVE),

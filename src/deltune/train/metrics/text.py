@@ -7,13 +7,12 @@ mteval-v13a. METEOR runs its authors' Java program: the ports to Python give oth
 
 from __future__ import annotations
 
-import atexit
 import math
 import shutil
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
@@ -202,51 +201,30 @@ def _compute_meteor(predictions: Texts, references: References, options: Options
 
     problem = "are not in Latin letters, and METEOR is English here (chrf reads every script)"
     unread = refuse_rows(references, is_latin, problem)
-    pairs = zip(*tokenize_pairs(predictions, references, options), strict=True)
-    jar = _meteor_jar()
-    try:
-        rows = [_jar_statistics(jar, prediction, accepted) for prediction, accepted in pairs]
-    except (OSError, DeltuneError):
-        _stop_jar(jar)
-        _meteor_jar.cache_clear()  # so that the next scoring starts a new process
-        raise
+    rows = _jar_statistics(*tokenize_pairs(predictions, references, options))
     signature = _tokenizer_signature(predictions, references, options)
     signature |= {"jar": METEOR_JAR, "language": "en", "norm": True, **unread}
     return CorpusStatistics(np.array(rows), _meteor_score, signature)
 
 
-@cache
-def _meteor_jar() -> subprocess.Popen[str]:
-    """Start the jar once for this process: it takes seconds to start, and a run scores after every epoch."""
+def _jar_statistics(predictions: Texts, references: References) -> list[list[float]]:
+    """Return the jar's statistics of examples, 23 numbers each."""
     from pycocoevalcap.meteor.meteor import METEOR_JAR
 
     command = ["java", "-Dfile.encoding=UTF-8", "-Dstdout.encoding=UTF-8", "-Xmx2G", "-jar", METEOR_JAR]
     command += ["-", "-", "-stdio", "-l", "en", "-norm"]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    jar = subprocess.Popen(command, cwd=_pycocoevalcap_file("meteor"), encoding="utf-8", bufsize=1, **pipes)
-    atexit.register(_stop_jar, jar)
-    return jar
-
-
-def _stop_jar(jar: subprocess.Popen[str]) -> None:
-    """Kill the jar, which has nothing to finish."""
-    jar.kill()
-    jar.communicate()
-
-
-def _jar_statistics(jar: subprocess.Popen[str], prediction: str, references: Texts) -> list[float]:
-    """Return the jar's statistics of an example."""
-    assert jar.stdin and jar.stdout
-    texts = (text.replace("|||", "").replace("  ", " ") for text in (*references, prediction))
-    jar.stdin.write(" ||| ".join(["SCORE", *texts]) + "\n")
-    jar.stdin.flush()
-    answer = jar.stdout.readline().split()
-    if len(answer) != 23:
-        raise DeltuneError(f"METEOR's jar answered {' '.join(answer)!r}, not with 23 statistics.")
-    row = [float(number) for number in answer]
-    if row[20] == 1 and row[21:23] == row[0:2]:
-        row[20] = 0.0
-    return row
+    pairs = zip(predictions, references, strict=True)
+    texts = [[text.replace("|||", "").replace("  ", " ") for text in (*accepted, one)] for one, accepted in pairs]
+    lines = "".join(" ||| ".join(["SCORE", *some]) + "\n" for some in texts)
+    folder = _pycocoevalcap_file("meteor")
+    answer = subprocess.run(command, input=lines, capture_output=True, encoding="utf-8", cwd=folder).stdout
+    rows = [[float(number) for number in line.split()] for line in answer.splitlines()]
+    if len(rows) != len(texts) or {*map(len, rows)} != {23}:
+        raise DeltuneError(f"METEOR's jar answered {answer[:200]!r}, not with 23 statistics of {len(texts)} examples.")
+    for row in rows:
+        if row[20] == 1 and row[21:23] == row[0:2]:
+            row[20] = 0.0
+    return rows
 
 
 # CIDEr -------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def _analyse_label_sets(lines: Sequence[Line], labels: Sequence[str]) -> Analysi
     table = ErrorTable("Labels", ("label", "rows", "answered", "precision", "recall", "F1"), tuple(rows))
     texts = [tuple(", ".join(sorted(side)) or "no label" for side in pair) for pair in pairs]
     order = sorted(range(len(lines)), key=lambda i: -len(pairs[i][0] ^ pairs[i][1]))
-    examples = [Example(str(lines[i]["id"]), _input(lines[i]), _cut(texts[i][0]), _cut(texts[i][1])) for i in order]
+    examples = [_example(lines[i], *texts[i]) for i in order]
     right = sum(p == r for p, r in pairs)
     return Analysis(
         rows=len(lines),
@@ -172,7 +172,7 @@ def _analyse_numbers(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
     errors = [float(line["prediction"]) - float(line["reference"]) for line in lines]
     order = sorted(range(len(lines)), key=lambda i: -abs(errors[i]))
     numbers = [(f"{float(line['prediction']):.3f}", f"{float(line['reference']):.3f}") for line in lines]
-    examples = [Example(str(lines[i]["id"]), _input(lines[i]), *numbers[i], f"off by {errors[i]:+.3f}") for i in order]
+    examples = [_example(lines[i], *numbers[i], f"off by {errors[i]:+.3f}") for i in order]
     middle = sorted(map(abs, errors))[len(errors) // 2]
     return Analysis(
         rows=len(lines),
@@ -261,14 +261,7 @@ def _analyse_texts(lines: Sequence[Line], labels: Sequence[str]) -> Analysis:
     )
 
     def example(i: int) -> Example:
-        line = lines[i]
-        return Example(
-            str(line["id"]),
-            _input(line),
-            _cut(predictions[i]),
-            _cut(nearest[i][1]),
-            f"{nearest[i][0]:.0%} alike",
-        )
+        return _example(lines[i], predictions[i], nearest[i][1], f"{nearest[i][0]:.0%} alike")
 
     wrong = [i for i in order if i not in set(exact)]
     best = exact or [i for i in reversed(order[MAX_WRONG:]) if nearest[i][0] > 0]
@@ -291,8 +284,7 @@ def _analyse_running_text(lines: Sequence[Line], labels: Sequence[str]) -> Analy
     losses = sorted(((-nats / tokens, i, tokens) for i, tokens, nats in sized if tokens), reverse=True)
 
     def example(loss: float, i: int, tokens: int) -> Example:
-        remark = f"perplexity {exp(min(loss, 700.0)):.4g} over {tokens} tokens"
-        return Example(str(lines[i]["id"]), _input(lines[i]), "", "", remark)
+        return _example(lines[i], "", "", f"perplexity {exp(min(loss, 700.0)):.4g} over {tokens} tokens")
 
     answered = [tuple(_cut(str(line[name])) for name in ANSWER) for line in lines if {*ANSWER} <= line.keys()]
     columns = ("prompt", "answer", "reference")
@@ -361,10 +353,8 @@ def _tag_example(line: Line, references: set[Entity], predictions: set[Entity], 
         marked.append((" ".join(tokens[start:end]), kind, "found" if entity in predictions else "missed"))
         before = end
     marked.append((" ".join(tokens[before:]), "", ""))
-    return Example(
-        str(line["id"]), _input(line), _cut(names(predictions)), _cut(names(references)), remark,
-        tuple(piece for piece in marked if piece[0]) if " ".join(tokens) == _cut(" ".join(tokens)) else (),
-    )  # fmt: skip
+    pieces = tuple(piece for piece in marked if piece[0]) if len(" ".join(tokens)) <= MAX_TEXT else ()
+    return replace(_example(line, names(predictions), names(references), remark), marked=pieces)
 
 
 def _label_example(line: Line) -> Example:
@@ -373,15 +363,14 @@ def _label_example(line: Line) -> Example:
 
     def name(answer: Any) -> str:
         known = isinstance(answer, int) and 0 <= answer < len(choices)
-        return _cut(f"{answer}: {choices[answer]}" if known else str(answer))
+        return f"{answer}: {choices[answer]}" if known else str(answer)
 
-    return Example(
-        str(line["id"]),
-        _input(line),
-        name(line["prediction"]),
-        name(line["reference"]),
-        f"{confidence:.0%} sure" if 0 < confidence <= 1 else "",
-    )
+    sure = f"{confidence:.0%} sure" if 0 < confidence <= 1 else ""
+    return _example(line, name(line["prediction"]), name(line["reference"]), sure)
+
+
+def _example(line: Line, prediction: str, reference: str, remark: str = "") -> Example:
+    return Example(str(line["id"]), _input(line), _cut(prediction), _cut(reference), remark)
 
 
 def _confidence(line: Line) -> float:

@@ -51,16 +51,7 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def check_tasks(delta: Delta, names: Iterable[str] | None, data: str) -> None:
-    """Check that data says the task of each row where a delta has tasks, and only there.
-
-    Args:
-        delta: The delta.
-        names: The names of the tasks of the rows; None where there is no such column.
-        data: What the data is called.
-
-    Raises:
-        DeltuneError: The data lacks the column or should have none, or the delta does not know a task.
-    """
+    """Check that data says the task of each row where a delta has tasks, and only there."""
     if not delta.tasks and names is not None:
         raise DeltuneError(
             f"{delta.method!r} has no tasks, so that task=… of the columns has no meaning: leave it out, or give a "

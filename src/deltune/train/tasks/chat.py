@@ -102,9 +102,6 @@ def with_one_template(tokenizer: Any, template: str | None, texts: Callable[[], 
     """Return a tokenizer whose chat template is the given one, or the one of its own by which it writes these texts.
 
     Each call of `texts` goes through the texts.
-
-    Raises:
-        DeltuneError: It has none, or writes some of the texts by one and some by another.
     """
     if template is not None:
         tokenizer = with_chat_template(tokenizer, template)
@@ -132,11 +129,7 @@ def no_chat_template() -> DeltuneError:
 
 
 def check_lengths(encoded: EncodedRows, split: str, max_length: int, max_cut: float) -> None:
-    """Refuse rows of which too many are cut, or all answers.
-
-    Raises:
-        DeltuneError: More than the share `max_cut` of the rows is cut, or no row has a token that is trained.
-    """
+    """Refuse rows of which more than the share `max_cut` is cut, or none has a token that is trained."""
     cut = (
         f"{encoded.truncated:,} of {len(encoded):,} rows of {split} are longer than {max_length:,} tokens, "
         f"and {counted(encoded.truncated_tokens, 'token')} of them would be cut"

@@ -12,7 +12,7 @@ head.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations
@@ -60,18 +60,34 @@ def predict_labels(context: InferenceContext, encoded: EncodedRows) -> Predictio
 
 def predict_choices(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the index of the most probable label or choice; the scores are the probabilities of all."""
-    logits, loss = predict_logits(context, encoded), None
-    if "labels" in encoded.rows[0]:
-        loss = functional.cross_entropy(logits, torch.tensor([int(row["labels"]) for row in encoded.rows])).item()
+    logits = predict_logits(context, encoded)
+    loss = _mean_loss(functional.cross_entropy, logits, encoded)
     return Predictions(logits.argmax(-1).tolist(), logits.softmax(-1).tolist(), loss)
 
 
-@in_chunks
-def encode_labelled_texts(
-    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
-) -> EncodedRows:
-    """Encode texts with their labels."""
-    return encode_texts(tokenizer, model, columns, options.max_length)
+def _mean_loss(function: Callable[..., torch.Tensor], outputs: torch.Tensor, encoded: EncodedRows) -> float | None:
+    """Return the mean loss of rows, or None where they have no labels."""
+    if "labels" not in encoded.rows[0]:
+        return None
+    return function(outputs, torch.tensor([row["labels"] for row in encoded.rows])).item()
+
+
+def _texts_with(
+    role: str, target: Callable[[Any, Any], Any] = lambda value, model: value
+) -> Callable[..., EncodedRows]:
+    """Return an encoder of texts whose `labels` are target(value, model) of a role, where the columns have it."""
+
+    @in_chunks
+    def encode_labelled_texts(
+        tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
+    ) -> EncodedRows:
+        encoded = encode_texts(tokenizer, model, columns, options.max_length)
+        if role not in columns:
+            return encoded
+        pairs = zip(encoded.rows, columns[role], strict=True)
+        return replace(encoded, rows=[{**row, "labels": target(value, model)} for row, value in pairs])
+
+    return encode_labelled_texts
 
 
 CLASSIFICATION = TaskKind(
@@ -79,7 +95,7 @@ CLASSIFICATION = TaskKind(
     head="classification",
     default_metrics=("accuracy", "f1", "f1_macro", "matthews"),
     metric_inputs=("classes",),
-    encode=encode_labelled_texts,
+    encode=_texts_with("label"),
     predict=predict_labels,
     references=lambda columns, labels: list(columns["label"]),
     row_input=lambda columns, i: [columns["text"][i], columns["pair"][i]] if "pair" in columns else columns["text"][i],
@@ -87,30 +103,10 @@ CLASSIFICATION = TaskKind(
 )
 
 
-@in_chunks
-def encode_several_labels(
-    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
-) -> EncodedRows:
-    """Encode texts with 1.0 for each label that a row has, and 0.0 for each other."""
-    encoded = encode_texts(tokenizer, model, columns, options.max_length)
-    if "labels" not in columns:
-        return encoded
-    ids = range(model.config.num_labels)
-    return _with_labels(encoded, [[float(i in labels) for i in ids] for labels in columns["labels"]])
-
-
-def _with_labels(encoded: EncodedRows, labels: Sequence[Any]) -> EncodedRows:
-    """Return encoded texts with what is to be predicted of each."""
-    pairs = zip(encoded.rows, labels, strict=True)
-    return replace(encoded, rows=[{**row, "labels": label} for row, label in pairs])
-
-
 def predict_several_labels(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the labels of a probability of one half or more; the scores are the probabilities of all labels."""
-    logits, loss = predict_logits(context, encoded), None
-    if "labels" in encoded.rows[0]:
-        targets = torch.tensor([row["labels"] for row in encoded.rows])
-        loss = functional.binary_cross_entropy_with_logits(logits, targets).item()
+    logits = predict_logits(context, encoded)
+    loss = _mean_loss(functional.binary_cross_entropy_with_logits, logits, encoded)
     scores = [dict(zip(context.labels, row, strict=False)) for row in logits.sigmoid().tolist()]
     return Predictions([[name for name, score in row.items() if score >= 0.5] for row in scores], scores, loss)
 
@@ -120,7 +116,7 @@ MULTILABEL = replace(
     name="multilabel",
     default_metrics=("label_f1", "label_f1_macro", "subset_accuracy"),
     metric_inputs=("label sets",),
-    encode=encode_several_labels,
+    encode=_texts_with("labels", lambda ids, model: [float(i in ids) for i in range(model.config.num_labels)]),
     predict=predict_several_labels,
     references=lambda columns, labels: [[labels[i] for i in sorted(ids)] for ids in columns["labels"]],
     predicts_label_ids=False,
@@ -128,19 +124,10 @@ MULTILABEL = replace(
 )
 
 
-@in_chunks
-def encode_numbers(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
-    """Encode texts with the number to predict."""
-    encoded = encode_texts(tokenizer, model, columns, options.max_length)
-    return encoded if "score" not in columns else _with_labels(encoded, columns["score"])
-
-
 def predict_numbers(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the number that the head gives; there are no scores beside it."""
-    numbers, loss = predict_logits(context, encoded)[:, 0], None
-    if "labels" in encoded.rows[0]:
-        loss = functional.mse_loss(numbers, torch.tensor([row["labels"] for row in encoded.rows])).item()
-    return Predictions(numbers.tolist(), [None] * len(numbers), loss)
+    numbers = predict_logits(context, encoded)[:, 0]
+    return Predictions(numbers.tolist(), [None] * len(numbers), _mean_loss(functional.mse_loss, numbers, encoded))
 
 
 REGRESSION = replace(
@@ -148,7 +135,7 @@ REGRESSION = replace(
     name="regression",
     default_metrics=("pearson", "spearman", "mae"),
     metric_inputs=("numbers",),
-    encode=encode_numbers,
+    encode=_texts_with("score"),
     predict=predict_numbers,
     references=lambda columns, labels: list(columns["score"]),
     predicts_label_ids=False,

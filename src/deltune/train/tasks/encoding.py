@@ -156,8 +156,6 @@ def encode_texts(
         texts = [list(columns[c][chunk]) for c in ("text", "pair") if c in columns]
         tokenized = tokenize(tokenizer, *texts, names=names[chunk], truncation=True, max_length=max_length)
         fields = {name: values for name, values in tokenized.items() if name in model_inputs}
-        if "label" in columns:
-            fields["labels"] = columns["label"][chunk]
         rows += [dict(zip(fields, values, strict=True)) for values in zip(*fields.values(), strict=True)]
         full = [i for i, ids in enumerate(tokenized["input_ids"]) if len(ids) >= max_length]
         if full:  # only these can have been longer

@@ -9,11 +9,11 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 import pyarrow
 
@@ -31,6 +31,8 @@ VERSION = 8
 """Raised when an encoder returns other rows for the same input."""
 NAME_LENGTH = 32
 """Hexadecimal digits of the name of a cached file."""
+CACHED = f"{'[0-9a-f]' * NAME_LENGTH}.arrow"
+"""The pattern of the names of cached files."""
 TEMPORARY_PREFIX = ".deltune-"
 """Begins the names of files that are still being written."""
 METADATA_FIELDS = (
@@ -38,8 +40,6 @@ METADATA_FIELDS = (
     "notes",
 )  # fmt: skip
 """Fields of `EncodedRows` that are stored beside the rows, as JSON."""
-ACTIVATIONS = "trunk"
-"""The folder in the cache that holds the activations of frozen layers."""
 MAX_BYTES = 8 * 2**30
 """Size of the cache beyond which the files used longest ago are removed."""
 
@@ -81,7 +81,9 @@ def encode_splits(
         facts = {**depends_on, "content": f"{content} {split}", "training": split in training}
         key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
         path = folder / f"{key[:NAME_LENGTH]}.arrow"
-        with exclusive_creation(path):
+        with file_lock(
+            folder / f"{TEMPORARY_PREFIX}{path.stem}.lock"
+        ):  # a second process then finds what the first wrote
             rows = _read_rows(path)
             if rows is not None:
                 known.append(split)
@@ -100,29 +102,11 @@ def encode_splits(
 
 
 def cached_files(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of the cache: tokenised rows, activations and leftovers of broken writes."""
-    name = "[0-9a-f]" * NAME_LENGTH
+    """Return the files of the cache: tokenised rows and leftovers of broken writes."""
     return {
-        "tokenised rows": sorted(folder.glob(f"{name}.arrow")),
-        "activations of frozen layers": sorted(folder.glob(f"{ACTIVATIONS}/{name}.safetensors")),
+        "tokenised rows": sorted(folder.glob(CACHED)),
         "locks and unfinished files": sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")),
     }
-
-
-def exclusive_creation(path: Path) -> contextlib.AbstractContextManager[None]:
-    """Lock a file, so that a second process waits inside this context and then finds what the first has written.
-
-    Where the file system has no locks, every process writes the file, and the last one replaces it.
-    """
-    return file_lock(path.parent / f"{TEMPORARY_PREFIX}{path.stem}.lock")
-
-
-@contextlib.contextmanager
-def write_complete(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that appears under its name only once it is complete on the disk, since cached files are trusted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_open(path, TEMPORARY_PREFIX) as file:
-        yield file
 
 
 def _write_rows(path: Path, encoded: EncodedRows) -> None:
@@ -131,9 +115,9 @@ def _write_rows(path: Path, encoded: EncodedRows) -> None:
     table = rows.table if isinstance(rows, ArrowRows) else pyarrow.Table.from_pylist(rows)
     table = table.append_column("length", pyarrow.array(encoded.lengths, pyarrow.int64()))
     table = table.replace_schema_metadata({name: json.dumps(getattr(encoded, name)) for name in METADATA_FIELDS})
-    with write_complete(path) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
+    with atomic_open(path, TEMPORARY_PREFIX) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=10_000)
-    evict_old_files(path.parent, ".arrow", [path], MAX_BYTES)
+    _evict_old_files(path)
 
 
 def _read_rows(path: Path) -> EncodedRows | None:
@@ -153,8 +137,8 @@ def _read_rows(path: Path) -> EncodedRows | None:
     return encoded
 
 
-def evict_old_files(folder: Path, suffix: str, newest: Collection[Path], max_bytes: float) -> None:
-    """Remove the cached files that were used longest ago, until the others fit into `max_bytes`.
+def _evict_old_files(newest: Path) -> None:
+    """Remove the cached files that were used longest ago, until the others and the newest fit into `MAX_BYTES`.
 
     Temporary files that a killed process left more than a day ago are removed too. Files with other names stay.
     """
@@ -167,12 +151,11 @@ def evict_old_files(folder: Path, suffix: str, newest: Collection[Path], max_byt
                 files.append((status.st_mtime, status.st_size, path))
         return sorted(files, reverse=True)
 
-    total = sum(size for _, size, _ in newest_first(newest))
-    cached = folder.glob(f"{'[0-9a-f]' * NAME_LENGTH}{suffix}")
-    for _, size, path in newest_first(p for p in cached if p not in newest):
+    total = newest.stat().st_size
+    for _, size, path in newest_first(p for p in newest.parent.glob(CACHED) if p != newest):
         total += size
-        if total > max_bytes:
+        if total > MAX_BYTES:
             path.unlink(missing_ok=True)
-    for used, _, path in newest_first(folder.glob(f"{TEMPORARY_PREFIX}*")):
+    for used, _, path in newest_first(newest.parent.glob(f"{TEMPORARY_PREFIX}*")):
         if time.time() - used > 24 * 3600:
             path.unlink(missing_ok=True)
