@@ -305,6 +305,10 @@ def auto_class_mapping(auto_class: Any) -> Any:
     return auto_class._model_mapping
 
 
+NAME_SETTINGS = ("_name_or_path", "name_or_path")
+"""The settings in `to_dict()` of a configuration that say where it was read."""
+
+
 def config_revision(config: Any) -> str:
     """The commit of the hub that a configuration was read from, or ""."""
     return str(getattr(config, "_commit_hash", None) or "")

@@ -265,7 +265,7 @@ def cache(
     clear: Annotated[bool, typer.Option("--clear", help="Remove all of it; runs make anew what they need.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Show or remove what runs keep on the disk. It is tokenised rows."""
+    """Show or remove what runs keep on the disk. It is tokenised rows and activations of frozen layers."""
     from ..files import CACHE_VARIABLE, cache_folder
     from ..train.tasks import token_cache
 

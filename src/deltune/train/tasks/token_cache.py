@@ -31,8 +31,6 @@ VERSION = 8
 """Raised when an encoder returns other rows for the same input."""
 NAME_LENGTH = 32
 """Hexadecimal digits of the name of a cached file."""
-CACHED = f"{'[0-9a-f]' * NAME_LENGTH}.arrow"
-"""The pattern of the names of cached files."""
 TEMPORARY_PREFIX = ".deltune-"
 """Begins the names of files that are still being written."""
 METADATA_FIELDS = (
@@ -40,6 +38,8 @@ METADATA_FIELDS = (
     "notes",
 )  # fmt: skip
 """Fields of `EncodedRows` that are stored beside the rows, as JSON."""
+ACTIVATIONS = "trunk"
+"""The folder in the cache that holds the activations of frozen layers."""
 MAX_BYTES = 8 * 2**30
 """Size of the cache beyond which the files used longest ago are removed."""
 
@@ -81,9 +81,7 @@ def encode_splits(
         facts = {**depends_on, "content": f"{content} {split}", "training": split in training}
         key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
         path = folder / f"{key[:NAME_LENGTH]}.arrow"
-        with file_lock(
-            folder / f"{TEMPORARY_PREFIX}{path.stem}.lock"
-        ):  # a second process then finds what the first wrote
+        with exclusive_creation(path):
             rows = _read_rows(path)
             if rows is not None:
                 known.append(split)
@@ -102,11 +100,21 @@ def encode_splits(
 
 
 def cached_files(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of the cache: tokenised rows and leftovers of broken writes."""
+    """Return the files of the cache: tokenised rows, activations and leftovers of broken writes."""
+    name = "[0-9a-f]" * NAME_LENGTH
     return {
-        "tokenised rows": sorted(folder.glob(CACHED)),
+        "tokenised rows": sorted(folder.glob(f"{name}.arrow")),
+        "activations of frozen layers": sorted(folder.glob(f"{ACTIVATIONS}/{name}.safetensors")),
         "locks and unfinished files": sorted(folder.rglob(f"{TEMPORARY_PREFIX}*")),
     }
+
+
+def exclusive_creation(path: Path) -> contextlib.AbstractContextManager[None]:
+    """Lock a file, so that a second process waits inside this context and then finds what the first has written.
+
+    Where the file system has no locks, every process writes the file, and the last one replaces it.
+    """
+    return file_lock(path.parent / f"{TEMPORARY_PREFIX}{path.stem}.lock")
 
 
 def _write_rows(path: Path, encoded: EncodedRows) -> None:
@@ -117,7 +125,7 @@ def _write_rows(path: Path, encoded: EncodedRows) -> None:
     table = table.replace_schema_metadata({name: json.dumps(getattr(encoded, name)) for name in METADATA_FIELDS})
     with atomic_open(path, TEMPORARY_PREFIX) as file, pyarrow.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table, max_chunksize=10_000)
-    _evict_old_files(path)
+    evict_old_files(path.parent, ".arrow", [path], MAX_BYTES)
 
 
 def _read_rows(path: Path) -> EncodedRows | None:
@@ -137,8 +145,8 @@ def _read_rows(path: Path) -> EncodedRows | None:
     return encoded
 
 
-def _evict_old_files(newest: Path) -> None:
-    """Remove the cached files that were used longest ago, until the others and the newest fit into `MAX_BYTES`.
+def evict_old_files(folder: Path, suffix: str, newest: Collection[Path], max_bytes: float) -> None:
+    """Remove the cached files that were used longest ago, until the others fit into `max_bytes`.
 
     Temporary files that a killed process left more than a day ago are removed too. Files with other names stay.
     """
@@ -151,11 +159,12 @@ def _evict_old_files(newest: Path) -> None:
                 files.append((status.st_mtime, status.st_size, path))
         return sorted(files, reverse=True)
 
-    total = newest.stat().st_size
-    for _, size, path in newest_first(p for p in newest.parent.glob(CACHED) if p != newest):
+    total = sum(size for _, size, _ in newest_first(newest))
+    cached = folder.glob(f"{'[0-9a-f]' * NAME_LENGTH}{suffix}")
+    for _, size, path in newest_first(p for p in cached if p not in newest):
         total += size
-        if total > MAX_BYTES:
+        if total > max_bytes:
             path.unlink(missing_ok=True)
-    for used, _, path in newest_first(newest.parent.glob(f"{TEMPORARY_PREFIX}*")):
+    for used, _, path in newest_first(folder.glob(f"{TEMPORARY_PREFIX}*")):
         if time.time() - used > 24 * 3600:
             path.unlink(missing_ok=True)
