@@ -1,4 +1,4 @@
-"""Runs whose frozen layers run once for each row: the same numbers as without the cache."""
+"""Runs whose frozen layers run once for each row: the same numbers as without the cache, found again by content."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ COLUMNS = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own, in which the states are."""
+    """A cache of its own; where the states go."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    return tmp_path / "cache" / "trunk"
 
 
 def spec(root: Path, **changes: Any) -> RunConfig:
@@ -54,6 +54,11 @@ def alike(one: RunFolder, two: RunFolder) -> None:
     mine, theirs = (load_file(run.delta / "delta.safetensors") for run in (one, two))
     for name, tensor in mine.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5)
+
+
+def files(place: Path) -> dict[str, int]:
+    """The files of states, and when each was written."""
+    return {path.name: path.stat().st_ctime_ns for path in place.glob("*.safetensors")}
 
 
 @pytest.mark.parametrize(
@@ -82,6 +87,7 @@ def test_a_run_from_states_is_the_same_run(
     without = run_spec.replace(trunk_cache=0.0)
     assert run_spec.name == without.name != run_spec.replace(trunk_dropout="on").name
     train(run_spec, tmp_path / "kept")
+    assert len(files(place)) == 3
     train(without, tmp_path / "run")
     runs = [sorted(path.parent for path in (tmp_path / name).rglob("log.jsonl")) for name in ("kept", "run")]
     for one, two in zip(*runs, strict=True):
@@ -95,15 +101,40 @@ def test_dropout_of_the_frozen_layers_is_what_off_takes_away(root: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_killed_and_run_again(root: Path, tmp_path: Path) -> None:
-    """SIGKILL after the first checkpoint: the same numbers as without."""
+def test_killed_and_run_again(root: Path, place: Path, tmp_path: Path) -> None:
+    """SIGKILL after the first checkpoint: the same numbers as without; the states are not made again."""
     run_spec = spec(root, epochs=60)
     run = RunFolder(tmp_path / "run")
     killed_training(run_spec, run.folder, lambda: checkpoints.latest_checkpoint(run.checkpoint) is not None)
     assert not run.finished
+    made = {path.name: path.read_bytes() for path in place.glob("*.safetensors")}
     train(run_spec, run.folder)
     train(run_spec.replace(trunk_cache=0.0), tmp_path / "whole")
     alike(RunFolder(tmp_path / "whole"), run)
+    assert {path.name: path.read_bytes() for path in place.glob("*.safetensors")} == made
+
+
+def test_runs_share_states_by_content(root: Path, place: Path, tmp_path: Path) -> None:
+    """Cached states depend on the layers' tensors, their end and their rows; not on seed, rate or what is above."""
+
+    def made(**changes: Any) -> int:
+        before = set(files(place))
+        train(spec(root, epochs=1, **changes), tmp_path / f"{len(list(tmp_path.iterdir()))}")
+        return len(set(files(place)) - before)
+
+    assert made() == 3
+    assert made(seed=5, lr=1e-4) == made(method="lora(rank=2, layers=(1,))") == made(head="freeze") == 0
+    assert made(max_length=8) == 3, "other rows"
+    assert made(max_train_rows=20) == 1, "validation and test are the same"
+    assert made(method="head") == 3, "another end"
+    other = tiny.model(tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    model = load_model(str(other), "base")
+    with torch.no_grad():
+        model.get_submodule("encoder.layer.0.output.dense").bias += 0.1
+    model.save_pretrained(other)
+    assert weights.keys() == load_file(other / "model.safetensors").keys()
+    assert made(model=str(other)) == 3, "another weight below"
 
 
 # -- what is kept
@@ -140,8 +171,9 @@ def test_as_little_as_is_read_is_kept(
     tokens = len(encoded) if reads != "all" else sum(encoded.lengths)
     assert cached.reads == reads and tuple(tensor.shape) == (tokens, states, 32)
     assert cached.lengths == encoded.lengths and cached[3] == encoded[3]
+    (file,) = place.glob("*.safetensors")
     mapped = Path("/proc/self/maps")
-    assert not mapped.exists() or str(place) in mapped.read_text()
+    assert not mapped.exists() or file.name in mapped.read_text()
     rows = cached.__getitems__([5, 2])
     batch = collate(use.tokenizer, use.model, rows)
     assert batch["input_ids"].shape[1] == (1 if reads != "all" else max(encoded.lengths[5], encoded.lengths[2]))
@@ -156,7 +188,7 @@ def test_as_little_as_is_read_is_kept(
 def test_more_than_is_allowed_is_an_error_before_anything(root: Path, place: Path, tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="trunk_cache=1, or trunk_cache=0 to run these layers in every pass"):
         train(spec(root, trunk_cache=1e-6), tmp_path / "run")
-    assert not list((tmp_path / "run").glob("[a-z]*"))
+    assert not files(place) and not list((tmp_path / "run").glob("[a-z]*"))
 
 
 def test_a_finished_run_outlives_a_refusal(root: Path, place: Path, tmp_path: Path) -> None:
@@ -176,6 +208,16 @@ def test_a_folder_that_cannot_be_written_costs_time_alone(
         assert with_cached_activations(frozen_layers, use, {"train": encoded}, 1) == {"train": encoded}
     frozen_layers.remove()
     assert "no activations can be written" in caplog.text
+
+
+def test_a_torn_file_is_made_anew(root: Path, place: Path) -> None:
+    frozen_layers, use, encoded = parts(root, "bert", UPPER)
+    with_cached_activations(frozen_layers, use, {"train": encoded}, 1)
+    (file,) = place.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:200])
+    with_cached_activations(frozen_layers, use, {"train": encoded}, 1)
+    assert file.read_bytes() == whole
 
 
 def test_what_cannot_be_kept_is_told(
