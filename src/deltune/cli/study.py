@@ -125,7 +125,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show what studies consist of: their axes with the labels for --only, and their tables, figures and claims."""
-    from ..studies.papers.registry import CLAIMS
+    from ..studies.papers.registry import ALL_CLAIMS
     from ..studies.report.figure_spec import TableSpec, as_tuple
 
     requested = load_studies(names, scale, data_root, model_root, only)
@@ -140,7 +140,7 @@ def show(
             "scores": list(as_tuple(study.metric)),
             "tables": [view.title for view in study.views if isinstance(view, TableSpec)],
             "figures": [view.title for view in study.views if not isinstance(view, TableSpec)],
-            "claims": [claim.text for claim in CLAIMS.get(study.name, ())],
+            "claims": [claim.text for claim in ALL_CLAIMS.get(study.name, ())],
             "notes": study.notes,
         }
         for study in requested
@@ -272,7 +272,7 @@ def _outlook(
     """
     from ..studies.jobs.job import Job, topological_order
     from ..studies.papers.paper_scale import describe_needs
-    from ..studies.papers.registry import CLAIMS
+    from ..studies.papers.registry import ALL_CLAIMS, CLAIMS
     from ..studies.report.page import power_lines
 
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
@@ -302,9 +302,8 @@ def _outlook(
         later = sum(planned.job is None and not planned.lost for planned in study.plan_cells(rows))
         follow = f"; jobs of {counted(later, 'more cell')} follow from the results of these" if later else ""
         lines.append(f"{study.name}: {estimate(jobs, left)}{above}{follow}")
-        if study.name in CLAIMS:
-            lines += describe_needs(study) if scale == "paper" else []
-            lines += power_lines(study, timed, CLAIMS[study.name])
+        lines += describe_needs(study) if scale == "paper" and study.name in CLAIMS else []
+        lines += power_lines(study, timed, ALL_CLAIMS.get(study.name, ()))
     if len(studies) > 1:
         lines.append(f"in all: {estimate(jobs_in_all, [job for job in jobs_in_all if job.name not in rows])}")
     return "\n".join(lines)

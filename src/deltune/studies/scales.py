@@ -14,7 +14,7 @@ from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
 from .claims.selectors import EDGE, FLOOR
-from .jobs.job import Cell, Roots, probe_job, untuned_job
+from .jobs.job import Cell, JobMaker, Roots, probe_job, run_job, untuned_job
 from .jobs.store import JobRecord
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, labels_without_seed, plan_sweep
 
@@ -409,6 +409,7 @@ def cross_product(
     search_rates: bool = True,
     ladder: Literal["steps", "choose", "grid"] = "steps",
     floors: bool = True,
+    make_job: JobMaker = run_job,
 ) -> CellPlan:
     """Return the cells of models × tasks × variants × seeds, and beside them `floors` and full tuning of each task.
 
@@ -416,7 +417,7 @@ def cross_product(
     over the scale's, and `by_task` over both; `labels` are labels of every cell on further axes. Without
     `search_rates` each variant has its usual rate. A search begins at FIRST_RATES around each method's usual rate, or
     at START to "choose" a rate by all seeds or for a "grid" with each rate as a label; whatever the method, it goes on
-    while the best rate is at an edge.
+    while the best rate is at an edge. The floors are runs whatever job `make_job` makes of the cells.
     """
     setup.check(models.values(), tasks)
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)
@@ -443,7 +444,7 @@ def cross_product(
                 seeds=seeds,
                 options=options,
             )
-            return plan_sweep(sweep, roots=setup.roots)
+            return plan_sweep(sweep, roots=setup.roots, make_job=make_job)
 
         return lambda records: plan()(records)
 

@@ -11,17 +11,20 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 import torch
+from transformers import PreTrainedModel
 
 from ...anatomy.inspection import inspect
-from ...errors import DeltuneError
+from ...errors import DeltuneError, check_extra
 from ...models import load_config, load_model
-from ...runtime.attach import load
+from ...runtime.attach import attach, load
 from ...train import (
     TASKS,
+    Best,
     ModelCache,
     RunConfig,
     RunFolder,
     RunMetrics,
+    Score,
     collect_environment,
     evaluate,
     evaluate_untuned,
@@ -29,6 +32,7 @@ from ...train import (
     rescore_with_statistics,
     task_kind_for,
     train,
+    train_plainly,
 )
 from .timing import time_methods
 
@@ -100,6 +104,18 @@ class RunResult(TypedDict):
     data: str | None
 
 
+class TrainerResult(TypedDict):
+    """The result of a job that trains by transformers' Trainer, as of a run; `seconds` are those of its training."""
+
+    scores: Mapping[str, float]
+    examples: Mapping[str, Sequence[float]]
+    count: Mapping[str, float]
+    seconds: float
+    best: Mapping[str, Any]
+    curve: Sequence[Mapping[str, Any]]
+    data: str | None
+
+
 class TransferResult(TypedDict):
     """The result of a job that evaluates a run's delta on another task: its scores there, and the method's count."""
 
@@ -129,7 +145,7 @@ class TimingResult(TypedDict):
     seconds: float
 
 
-ResultValues = RunResult | TransferResult | FloorResult | NormChangesResult | TimingResult
+ResultValues = RunResult | TrainerResult | TransferResult | FloorResult | NormChangesResult | TimingResult
 """The result of a job of any kind; `execute` adds the environment."""
 
 
@@ -276,6 +292,10 @@ def run_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
     return Job("run", roots.relative(spec.canonical()), roots=roots)
 
 
+JobMaker = Callable[[RunConfig, Roots], Job]
+"""The configuration of a run, and where this machine has its model and data -> the job of the run."""
+
+
 def run_folder(runs: Path, spec: RunConfig) -> Path:
     """Return the run directory of a spec inside a study's folder of runs."""
     return runs / spec.name
@@ -302,11 +322,7 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
         "split": split,
         "scores": metrics.scores[split],
         "validation": metrics.validation,
-        "examples": {
-            name: [round(value, 6) for value in score.per_example]
-            for name, score in scores[split].items()
-            if score.per_example is not None
-        },
+        "examples": _examples(scores[split]),
         "count": metrics.count,
         "seconds": metrics.seconds,
         "cpu_seconds": metrics.cpu_seconds,
@@ -321,6 +337,47 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
 
 def _train(spec: RunConfig, folder: Path, model_cache: ModelCache) -> RunMetrics:
     return train(spec.replace(probe="off"), folder, progress=False, cache=model_cache, report=False)
+
+
+def _examples(scores: Mapping[str, Score]) -> dict[str, list[float]]:
+    """Return a number for each example, of the metrics that are the mean of such numbers."""
+    return {
+        name: [round(value, 6) for value in score.per_example]
+        for name, score in scores.items()
+        if score.per_example is not None
+    }
+
+
+def _trainer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TrainerResult:
+    """Train and score a run by transformers' own Trainer, the model adapted by deltune or by PEFT."""
+    spec = RunConfig.from_canonical(values["run"])
+
+    def adapt(model: PreTrainedModel) -> Any:
+        if values["peft"] is None:
+            attach(model, spec.method.expression, pooling=spec.method.pooling or "model")
+            return model
+        check_extra("peers", "PEFT's side of a comparison needs")
+        import peft
+
+        options = dict(values["peft"])
+        return peft.get_peft_model(model, getattr(peft, options.pop("kind"))(**options))
+
+    run = train_plainly(spec, adapt)
+    test = run.results.get("test", run.results["validation"])
+    best = Best(step=run.steps, metric=run.metric, value=run.results["validation"].metrics[run.metric])
+    return {
+        "scores": {**test.metrics, "peak_bytes": float(run.peak_bytes)},
+        "examples": _examples(test.statistics),
+        "count": {
+            "trained": run.trained,
+            "percent": 100 * run.trained / run.parameters,
+            "denominator_size": run.parameters,
+        },
+        "seconds": run.seconds,
+        "best": best.as_json(),
+        "curve": _curve(run.losses),
+        "data": run.fingerprint,
+    }
 
 
 def _curve(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -379,6 +436,11 @@ def _time_methods(values: Mapping[str, Any], runs: Path, model_cache: ModelCache
     return {"turns": time_methods(**values), "seconds": 0.0}
 
 
+def trainer_job(spec: RunConfig, roots: Roots = NO_ROOTS, peft: Mapping[str, Any] | None = None) -> Job:
+    """Return the job that trains a run by transformers' Trainer, its method by deltune or by a config of PEFT."""
+    return Job("trainer", {"run": roots.relative(spec.canonical()), "peft": peft}, roots=roots)
+
+
 def transfer_job(spec: RunConfig, other: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
     """Return the job that evaluates a run's delta on another task."""
     run = run_job(spec, roots)
@@ -408,6 +470,7 @@ def timing_job(model: str, methods: Mapping[str, str], roots: Roots = NO_ROOTS, 
 
 RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], ResultValues]] = {
     "run": _run,
+    "trainer": _trainer,
     "transfer": _transfer,
     "probe": _probe,
     "untuned": _untuned,
