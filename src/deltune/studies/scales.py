@@ -267,6 +267,8 @@ class StudySetup:
         runs: Whether something is run, so that models and data must be there; what is stored can be shown without.
         precision: The precision of every run, "fp32" or "bf16"; a run's default if None.
         device_batch_size: The rows of a batch that a device computes at once; all if None.
+        launch: The processes of a run.
+        sharding: "none", or "fsdp" by which each of them has a share of the model.
     """
 
     scale: str = "paper"
@@ -275,6 +277,8 @@ class StudySetup:
     runs: bool = True
     precision: str | None = None
     device_batch_size: int | None = None
+    launch: int = 1
+    sharding: str = "none"
 
     def __post_init__(self) -> None:
         if self.scale not in ("paper", "small"):
@@ -297,7 +301,8 @@ class StudySetup:
         """Where jobs find the models and data that their specs name."""
         root = None if self.data_root is None else str(Path(self.data_root).expanduser().resolve())
         has_models = self.models is not None and (self.small or self.model_root is not None)
-        return Roots(str(self.models.resolve()) if has_models and self.models else None, root, self.device_batch_size)
+        models = str(self.models.resolve()) if has_models and self.models else None
+        return Roots(models, root, self.device_batch_size, self.launch, self.sharding)
 
     def task(self, name: str) -> dict[str, Any]:
         """Return the fields of a spec that name a task; the folder of its data is among the roots."""
