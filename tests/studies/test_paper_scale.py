@@ -206,7 +206,6 @@ def step(model: PreTrainedModel, method: str) -> None:
             model.load_state_dict(stored)
 
 
-SHARED = Path(__file__).parents[2] / "../shared/data"
 NARROW: dict[str, dict[str, int]] = {
     "bert": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},
     "gpt2": {"n_embd": 64, "n_head": 4},
@@ -222,12 +221,16 @@ TWO_STEPS = {
 }  # fmt: skip
 
 
-def narrow_jobs(root: Path) -> dict[str, Job]:
+def narrow_jobs(root: Path, data: Path) -> dict[str, Job]:
     """Make a job of each study that trains, of two steps, with its model in a folder at reduced width."""
     jobs: dict[str, Job] = {}
     for name in STUDIES:
-        planned = STUDIES[name](StudySetup("paper", str(SHARED), str(root))).jobs({})
-        runs = [job for job in topological_order(planned) if job.kind == "run" and with_data(job)]
+        planned = STUDIES[name](StudySetup("paper", str(data), str(root))).jobs({})
+        runs = [
+            job
+            for job in topological_order(planned)
+            if job.kind == "run" and (data / TASKS[job.spec["task"]].folder).is_dir()
+        ]
         if runs:
             spec = {**runs[0].spec, **{key: values[0] for key, values in runs[0].spec.get("search", {}).items()}}
             spec = {key: value for key, value in spec.items() if key not in OF_LENGTH} | TWO_STEPS
@@ -244,15 +247,10 @@ def narrow_jobs(root: Path) -> dict[str, Job]:
     return jobs
 
 
-def with_data(job: Job) -> bool:
-    return (SHARED / TASKS[job.spec["task"]].folder).is_dir()
-
-
 @pytest.mark.slow
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared/data beside the checkout")
-def test_one_job_of_each_study_trains_in_two_processes(tmp_path: Path) -> None:
-    """For two steps by FSDP, from random weights; the last one as a worker of `deltune study run --launch 2` does it."""
-    jobs = narrow_jobs(tmp_path / "models")
+def test_one_job_of_each_study_trains_in_two_processes(shared: Path, tmp_path: Path) -> None:
+    """For two steps by FSDP, from random weights; one of them also as a worker of `study run --launch 2` does it."""
+    jobs = narrow_jobs(tmp_path / "models", shared / "data")
     assert {*STUDIES} - {*jobs} == {"ln/time"}, "which trains nothing"
     several = [
         {"spec": config_of(job).flat(mode="json"), "output": str(tmp_path / str(i)), "sharded": job.roots.sharding}

@@ -45,7 +45,7 @@ VERDICTS = {
     "ln/nlu": "+++.+++++", "ln/nlg": "+++++-", "ln/time": "..........", "ln/terms": "....", "ln/ablation": "++-+++",
     "ln/unified": "....", "uv/budget": "+++", "uv/insertion": "+++", "uv/representation": "+++++++",
     "uv/composition": "++++++", "uv/integration": "++++++.", "uv/full": "+++", "uv/glue": "++.", "ap/gap": "...",
-    "ap/structure": "...", "ap/convergence": "..", "ap/thresholds": ".+.", "ap/all": "-+", "ap/transfer": "..",
+    "ap/structure": "...", "ap/convergence": "..", "ap/thresholds": ".+..", "ap/all": "-+", "ap/transfer": "..",
 }  # fmt: skip
 """Study -> for each claim whether the printed numbers agree (+), disagree (-), or are none (.)."""
 
