@@ -85,6 +85,11 @@ def letters(completions: list[list[dict[str, str]]], reference: list[str]) -> li
     return [float(sum(letter in right for letter in answer[0]["content"])) for answer, right in pairs]
 
 
+def measured_once(run: Path) -> bool:
+    """Whether the log has the memory of one step; what was freed later made it two."""
+    return (run / "log.jsonl").read_text().count('"event": "memory"') == 1
+
+
 def logged(run: Path) -> list[dict[str, Any]]:
     return [line for line in tiny.objects(run / "log.jsonl") if "loss" in line]
 
@@ -94,7 +99,7 @@ def test_dpo(root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level("INFO", "deltune")
     run = tmp_path / "run"
     metrics = train(config(root, "dpo"), run, progress=False)
-    assert logged(run)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert logged(run)[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and measured_once(run)
     assert metrics.scores["test"].keys() == {"loss", "accuracy", "margin"} and metrics.best.metric == "loss"
     assert metrics.best.value == metrics.validation["loss"] < math.log(2)
     assert "dpo; beta 0.1; the reference is the model without its delta; by TRL" in caplog.text
@@ -124,7 +129,7 @@ def test_objectives(
     reward = letters if objective == "grpo" else None
     metrics = train(config(root, objective), run, progress=False, reward=reward)
     assert metrics.scores["validation"].keys() == metrics.scores["test"].keys() == measures and note in caplog.text
-    assert metrics.best.value == metrics.validation["reward" if objective == "grpo" else "loss"]
+    assert metrics.best.value == metrics.validation["reward" if objective == "grpo" else "loss"] and measured_once(run)
     if objective == "kto":
         assert logged(run)[0]["loss"] == pytest.approx(0.5)
     if objective == "reward":

@@ -539,11 +539,11 @@ class ReportCallback(TrainerCallback):
             self.first_step.enter_context(self.tracker)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        if self.tracker is not None and self.tracker.events:
+        if self.tracker is not None:
             self.first_step.close()
             memory = self.tracker.peak(optimizer).as_dict()
             self.run_state.run.log({"step": 1, "event": "memory", "memory": memory})
-            self.tracker.events.clear()
+            self.tracker = None
         for schedule in self.run_state.tuned.delta().schedule_states():
             schedule.advance((state.global_step + 1) / state.max_steps)
 
