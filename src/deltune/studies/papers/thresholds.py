@@ -130,7 +130,7 @@ def threshold_cells(grid: ThresholdGrid, records: Records) -> list[PlannedCell]:
     mean = {"low of the mean": list(low_of_mean), "high of the mean": list(high_of_mean)}
     for i, seed in enumerate(grid.seeds):
         job = next((job for job in jobs[seed] if ended[job].result is not None), jobs[seed][0])
-        extra = {"low": list(low[i]), "high": list(high[i]), **mean}
+        extra: dict[str, object] = {"low": list(low[i]), "high": list(high[i]), **mean}
         if low[i][1] is not None:
             first = jobs[seed][grid.sizes.index(low[i][1])]
             extra["after low"] = 100 * scores(first)["accuracy"] / scores(grid.full(seed))["accuracy"]
