@@ -123,9 +123,9 @@ def reshard(model: nn.Module) -> None:
 
 def gather_root(model: nn.Module) -> None:
     """Gather what only the pass of a whole sharded model would gather, before a part of it, its encoder, runs alone."""
-    for module in sharded_modules(model):
-        if module is model:
-            module.unshard()
+    root: Any = model
+    if any(module is root for module in sharded_modules(model)):
+        root.unshard()
 
 
 def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
