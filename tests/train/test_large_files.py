@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import ctypes
 import datetime
+import importlib
 import json
 import random
 import threading
@@ -84,10 +85,12 @@ def _anonymous_bytes() -> int:
 def _peak(place: str, words: tuple[str, ...]) -> None:
     """Run a command, and write how many bytes it needed at most.
 
-    What is freed goes back to the system at once: what an allocator keeps instead differed by 30 MB between two runs.
+    What is freed goes back to the system at once, since what an allocator keeps differed by 30 MB between two runs, and
+    the library of the probe, which is as large, is imported before.
     """
-    keep = ctypes.CDLL(None)
-    assert keep.mallopt(-3, 2**16) and keep.mallopt(-1, 2**16) and keep.mallopt(-8, 1)  # mmap, trim, one arena
+    importlib.import_module("sklearn.linear_model")
+    mallopt = ctypes.CDLL(None).mallopt
+    assert mallopt(-3, 2**16) and mallopt(-1, 2**16) and mallopt(-8, 1)  # when to map, when to trim, one arena
     stored_rows.NUMBERS_IN_MEMORY, stored_rows.LETTERS_IN_MEMORY, stored_rows.ROWS_AT_ONCE = 2**16, 2**17, 100
     begin, highest, done = _anonymous_bytes(), 0, threading.Event()
 
