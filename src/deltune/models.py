@@ -396,7 +396,7 @@ def load_model(
                 auto_class = getattr(transformers, HEADS[head].auto_class)
                 model, info = auto_class.from_pretrained(source.name, config=config, dtype=dtype or "auto", **options)
     except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise DeltuneError(_weights_problem(source, error)) from error
+        raise DeltuneError(_weights_problem(source, head, error)) from error
     except ImportError as error:
         if attn_implementation is None:
             raise
@@ -575,17 +575,23 @@ def _read_config(source: ModelSource, trust_remote_code: bool) -> PreTrainedConf
         raise DeltuneError(f"{file} is not a valid configuration: {' '.join(str(error).split())}") from error
 
 
-def _weights_problem(source: ModelSource, error: BaseException) -> str:
+def _weights_problem(source: ModelSource, head: str, error: BaseException) -> str:
     """Return the message for weights that are missing, truncated or stored as pickle."""
+    kind = HEADS[head].auto_class if head in LANGUAGE_MODEL_HEADS else "AutoModel"  # a fresh head is not saved
     if not source.local:
-        return f"the weights of {source.name!r} cannot be loaded from the hub as safetensors: {error_summary(error)}"
+        return (
+            f"the weights of {source.name!r} cannot be loaded from the hub as safetensors: {error_summary(error)} "
+            "Pickle files, which can run code, are not read: convert them once where you trust them, "
+            f"transformers.{kind}.from_pretrained({source.name!r}).save_pretrained(FOLDER) and the same of "
+            "AutoTokenizer, and give FOLDER in its place"
+        )
     folder = source.name
     names = sorted(p.name for p in Path(folder).iterdir())
     pickles = ", ".join(n for n in names if n.endswith((".bin", ".pt", ".pth")))
     if any(n.endswith(".safetensors") for n in names):
         return f"the weights in {folder} are truncated or incomplete ({error_summary(error)}). Get the files again."
     if pickles:
-        todo = "convert it once where you trust it: AutoModel.from_pretrained(folder).save_pretrained(new_folder)"
+        todo = f"convert it once where you trust it: transformers.{kind}.from_pretrained(F).save_pretrained(F)"
         return f"{folder} has its weights only as pickle ({pickles}), which can run code and is not read; {todo}."
     return f"{folder} has no weights: no model.safetensors among {', '.join(names)}."
 

@@ -17,7 +17,7 @@ import pytest
 import tiny
 from deltune.errors import DeltuneError, DivergedError, StorageError
 from deltune.files import explain_write_errors, write_error
-from deltune.studies.jobs.job import RUNNERS, Job, Outcome
+from deltune.studies.jobs.job import RUNNERS, Job, Outcome, Roots
 from deltune.studies.jobs.pool import JobResult, LocalPool, Scheduler, execute_safely
 from deltune.studies.jobs.store import JobRecord, ResultStore
 from deltune.studies.study import Sweep
@@ -61,7 +61,7 @@ class Here:
 ERRORS: dict[int, type[Exception]] = {-20: DivergedError, -21: DeltuneError}
 
 
-def double(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
+def double(values: Mapping[str, Any], roots: Roots, runs: Path, parts: ModelCache) -> dict[str, Any]:
     if values["x"] < 0:
         raise ERRORS.get(values["x"], ValueError)(f"x is {values['x']}")
     return {"value": 2 * values["x"]}
@@ -175,7 +175,7 @@ def test_what_the_file_system_refuses_is_no_failure_of_the_work(
 ) -> None:
     """It ends the drive, instead of a failure of every job; the same command then does what is left."""
 
-    def full(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
+    def full(values: Mapping[str, Any], roots: Roots, runs: Path, parts: ModelCache) -> dict[str, Any]:
         raise write_error("there", error)
 
     with ResultStore(tmp_path / "r.jsonl") as file:
@@ -186,7 +186,7 @@ def test_what_the_file_system_refuses_is_no_failure_of_the_work(
 
 
 def test_a_program_that_is_missing_fails_its_job_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_java(values: Mapping[str, Any], runs: Path, parts: ModelCache) -> dict[str, Any]:
+    def with_java(values: Mapping[str, Any], roots: Roots, runs: Path, parts: ModelCache) -> dict[str, Any]:
         with explain_write_errors(runs / "one"):
             raise FileNotFoundError(2, "No such file or directory", "java" if values["x"] == 1 else str(runs / "two"))
 

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deltune.errors import DeltuneError
-from deltune.studies.jobs.job import Job, Roots, topological_order
+from deltune.studies.jobs.job import Job, Roots, execute, topological_order
 from deltune.studies.jobs.pool import LocalPool, Scheduler
 from deltune.studies.jobs.store import (
     JobRecord,
@@ -29,6 +30,7 @@ from deltune.studies.jobs.verification import Verification, compare, repeats, sa
 from deltune.studies.papers.registry import ALL_STUDIES
 from deltune.studies.scales import StudySetup
 from deltune.train.progress import ProgressDisplay
+from deltune.train.setup import ModelCache
 
 HERE = {"commit": "a" * 40, "threads": 1, "processor": "p", "packages": {"torch": "2.13"}}
 
@@ -273,6 +275,27 @@ def test_committed_results_are_those_of_studies_as_they_are() -> None:
         stored = {row.name for row in read_results(RESULTS, [name])}
         jobs = topological_order(ALL_STUDIES[name](StudySetup("small", runs=False)).jobs(rows))
         assert stored == stored & {job.name for job in jobs}, f"{name} has jobs of another version of the study"
+
+
+@pytest.mark.slow
+def test_on_other_threads_a_committed_job_is_repeated_and_an_altered_seed_is_not(shared: Path, tmp_path: Path) -> None:
+    """The committed run with the fewest seconds is trained again by two threads, with its seed and with the next."""
+    runs = [row for row in read_results(RESULTS, ["ln/nlu"]) if row.kind == "run" and row.result is not None]
+    stored = min(runs, key=lambda row: (row.seconds, row.name))
+    roots, threads = Roots(str(shared / "models"), str(shared / "data")), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        seed = stored.spec.get("seed", 0)
+        jobs = [Job("run", {**stored.spec, "seed": one}, roots=roots) for one in (seed, seed + 1)]
+        results = [json.loads(json.dumps(execute(one, tmp_path, ModelCache()))) for one in jobs]
+    finally:
+        torch.set_num_threads(threads)
+    job = Job(stored.kind, stored.spec)
+    (again,), (other,) = (
+        compare([job], {stored.name: stored}, {stored.name: replace(stored, result=result)}) for result in results
+    )
+    assert "threads" in again.changes and again.verdict != "differs", again
+    assert other.verdict == "differs" and not repeats([other])
 
 
 @pytest.mark.slow

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,11 @@ from transformers import (
 )
 
 import deltune
+import tiny
 from deltune.anatomy.tracing import meta_model
+from deltune.cli.train import launch
 from deltune.methods.counting import count
-from deltune.studies.jobs.job import config_of, topological_order
+from deltune.studies.jobs.job import Job, config_of, execute, topological_order
 from deltune.studies.jobs.pool import LocalPool
 from deltune.studies.papers.paper_scale import (
     SHAPES,
@@ -33,6 +38,8 @@ from deltune.studies.papers.paper_scale import (
 from deltune.studies.papers.registry import STUDIES
 from deltune.studies.scales import UNTRAINED_FLOORS, StudySetup
 from deltune.train.config import RunConfig
+from deltune.train.run_folder import RunFolder
+from deltune.train.setup import ModelCache
 from deltune.train.tasks.registry import TASKS
 
 SIZES = {
@@ -47,6 +54,7 @@ QUICK = ("prajjwal1/bert-small", "google/t5-v1_1-small")
 CUT = "google/t5-v1_1-xxl"
 """The model of which one layer of either side is stepped, at its full width: the whole takes 44 GB."""
 WORDS = 512
+SEVERAL = Path(__file__).parents[1] / "whole" / "several.py"
 
 
 @pytest.fixture(scope="module")
@@ -111,10 +119,11 @@ def test_a_machine_has_its_models_and_device_and_a_run_its_precision(tmp_path: P
     assert base.optim.device_batch_size == 8
 
 
-def test_each_worker_sees_one_accelerator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_each_worker_sees_its_own_accelerators(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    pool = LocalPool(2, tmp_path, devices=2)
+    pool, pairs = LocalPool(2, tmp_path, devices=1), LocalPool(2, tmp_path, devices=2)
     assert [pool.environment(worker)["CUDA_VISIBLE_DEVICES"] for worker in (0, 1)] == ["0", "1"]
+    assert pairs.environment(1)["CUDA_VISIBLE_DEVICES"] == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert pool.environment(1)["CUDA_VISIBLE_DEVICES"] == "6"
     assert LocalPool(2, tmp_path).environment(1)["CUDA_VISIBLE_DEVICES"] == "4,6"
@@ -195,3 +204,64 @@ def step(model: PreTrainedModel, method: str) -> None:
         model.zero_grad(set_to_none=True)
         if stored is not None:
             model.load_state_dict(stored)
+
+
+NARROW: dict[str, dict[str, int]] = {
+    "bert": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128},
+    "gpt2": {"n_embd": 64, "n_head": 4},
+    "bart": {"d_model": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128,
+             "encoder_attention_heads": 4, "decoder_attention_heads": 4},
+    "t5": {"d_model": 64, "d_ff": 128, "num_heads": 4, "d_kv": 16},
+}  # fmt: skip
+"""Type of a model -> its reduced width; the depth is the whole one."""
+NARROW |= {"roberta": NARROW["bert"], "mbart": NARROW["bart"]}
+OF_LENGTH = ("search", "epochs", "batch_tokens", "min_tokens", "warmup", "validate_every")
+TWO_STEPS = {
+    "steps": 2, "batch_size": 4, "max_train_rows": 8, "validation_rows": 4, "test_rows": 4, "max_tokens": 4,
+}  # fmt: skip
+
+
+def narrow_jobs(root: Path, data: Path) -> dict[str, Job]:
+    """Make a job of each study that trains, of two steps, with its model in a folder at reduced width."""
+    jobs: dict[str, Job] = {}
+    for name in STUDIES:
+        planned = STUDIES[name](StudySetup("paper", str(data), str(root))).jobs({})
+        runs = [
+            job
+            for job in topological_order(planned)
+            if job.kind == "run" and (data / TASKS[job.spec["task"]].folder).is_dir()
+        ]
+        if runs:
+            spec = {**runs[0].spec, **{key: values[0] for key, values in runs[0].spec.get("search", {}).items()}}
+            spec = {key: value for key, value in spec.items() if key not in OF_LENGTH} | TWO_STEPS
+            if spec.get("answer") == "words":  # those of SST-2, which the tokenizer does not know
+                names = spec.get("relabel", {"negative": "negative", "positive": "positive"}).values()
+                spec["words"] = dict(zip(names, ("apple", "saw"), strict=True))
+            spec["method"] = re.sub(r"parameters=\d+", "parameters=200", spec["method"])
+            jobs[name] = Job("run", spec, roots=replace(runs[0].roots, launch=2, sharding="fsdp"))
+            model = root / spec["model"]
+            if not model.exists():
+                tiny.model(model)  # for its tokenizer
+                config = backbone_config(spec["model"])
+                config.update(NARROW[config.model_type] | {"vocab_size": WORDS})
+                config.update({"eos_token_id": 3, "pad_token_id": 1, "bos_token_id": 2, "decoder_start_token_id": 2})
+                torch.manual_seed(0)
+                head_of(config).from_config(config).save_pretrained(model)
+    return jobs
+
+
+@pytest.mark.slow
+def test_one_job_of_each_study_trains_in_two_processes(shared: Path, tmp_path: Path) -> None:
+    """For two steps by FSDP, from random weights; one of them also as a worker of `study run --launch 2` does it."""
+    jobs = narrow_jobs(tmp_path / "models", shared / "data")
+    assert {*STUDIES} - {*jobs} == {"ln/time"}, "which trains nothing"
+    several = [
+        {"spec": config_of(job).flat(mode="json"), "output": str(tmp_path / str(i)), "sharded": job.roots.sharding}
+        for i, job in enumerate(jobs.values())
+    ]
+    (tmp_path / "jobs.json").write_text(json.dumps(several))
+    assert launch(2, [sys.executable, str(SEVERAL), str(tmp_path / "jobs.json")]) == 0
+    finished = [RunFolder(one["output"]) for one in several]
+    assert all(run.metrics.best.step == 2 and run.environment["processes"] == 2 for run in finished)
+    result = execute(jobs["ln/ablation"], tmp_path / "runs", ModelCache())
+    assert result["environment"]["processes"] == 2 and result["scores"]  # type: ignore[typeddict-item]

@@ -319,7 +319,8 @@ def test_both_thresholds() -> None:
         lambda n, seed: 0.9 if n < 0 or n >= 1000 * (1 + seed) else 0.895 if n >= 1000 else 0.5 if n < 100 else 0.7
     )
     mean = {"low of the mean": [128, 128], "high of the mean": [1024, 1024]}
-    assert [outcome.extra for outcome in of_seeds] == 3 * [{"low": [64, 128], "high": [512, 1024], **mean}]
+    after = {"after low": pytest.approx(100 * 0.7 / 0.9)}
+    assert [outcome.extra for outcome in of_seeds] == 3 * [{"low": [64, 128], "high": [512, 1024], **mean, **after}]
     assert [outcome.cell["seed"] for outcome in of_seeds] == [0, 1, 2]
     late = answered(lambda n, seed: 0.9 if n < 0 or n >= 1000 * (1 + seed) else 0.5)
     assert [outcome.extra["low"][1] for outcome in late] == [1024, 2048, 4096]
@@ -330,9 +331,9 @@ def test_a_guess_and_what_is_never_reached() -> None:
     """A correlation of .05 on 500 rows is what a guess may have; .2 is not."""
     (one, *_) = answered(lambda n, seed: 0.9 if n < 0 else 0.6)
     assert one.extra == {"low": [0, 64], "high": [4096, None], "low of the mean": [64, 64],
-                         "high of the mean": [4096, None]}  # fmt: skip
+                         "high of the mean": [4096, None], "after low": pytest.approx(100 * 0.6 / 0.9)}  # fmt: skip
     (one, *_) = answered(lambda n, seed: 0.9 if n < 0 else 0.525)
-    assert one.extra["low"] == [4096, None]
+    assert one.extra["low"] == [4096, None] and "after low" not in one.extra
 
 
 def test_a_run_that_diverged_counts_as_a_guess() -> None:

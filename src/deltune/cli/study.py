@@ -49,6 +49,8 @@ def load_studies(
     runs: bool = False,
     precision: str | None = None,
     device_batch_size: int | None = None,
+    launch: int = 1,
+    sharding: str = "none",
 ) -> list[Study]:
     """Make the studies of names or files."""
     from ..studies.papers.registry import ALL_STUDIES, FIRST, STUDIES
@@ -59,7 +61,7 @@ def load_studies(
         if root is not None and not user_path(root, "folder").is_dir():
             raise DeltuneError(f"there is no folder {root}")
     data, models = (None if root is None else str(root) for root in (data_root, model_root))
-    setup = StudySetup(scale, data, models, runs, precision, device_batch_size)
+    setup = StudySetup(scale, data, models, runs, precision, device_batch_size, launch, sharding)
     names = list(dict.fromkeys(one for name in names for one in ((*FIRST, *STUDIES) if name == "all" else (name,))))
     files = [name for name in names if name.endswith((".yaml", ".yml"))]
     problems = [
@@ -125,7 +127,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show what studies consist of: their axes with the labels for --only, and their tables, figures and claims."""
-    from ..studies.papers.registry import CLAIMS
+    from ..studies.papers.registry import ALL_CLAIMS
     from ..studies.report.figure_spec import TableSpec, as_tuple
 
     requested = load_studies(names, scale, data_root, model_root, only)
@@ -140,7 +142,7 @@ def show(
             "scores": list(as_tuple(study.metric)),
             "tables": [view.title for view in study.views if isinstance(view, TableSpec)],
             "figures": [view.title for view in study.views if not isinstance(view, TableSpec)],
-            "claims": [claim.text for claim in CLAIMS.get(study.name, ())],
+            "claims": [claim.text for claim in ALL_CLAIMS.get(study.name, ())],
             "notes": study.notes,
         }
         for study in requested
@@ -175,12 +177,18 @@ def run(
     model_root: ModelRoot = None,
     workers: Workers = 1,
     threads: Threads = 1,
-    devices: Annotated[int, typer.Option(min=0, help="Accelerators: in place of --workers one for each.")] = 0,
+    devices: Annotated[int, typer.Option(min=0, help="Accelerators, divided among runs; sets --workers.")] = 0,
     device_batch_size: Annotated[
         int | None, typer.Option(min=1, help="Rows at a time on a device; gradients accumulate up to batch_size [all].")
     ] = None,
     precision: Annotated[
         str | None, typer.Option(help="fp32, or bf16 by autocast, with fp32 weights [as the study says].")
+    ] = None,
+    launch: Annotated[
+        int | None, typer.Option(min=1, help="Train in that many processes, a device each [each run; 1].")
+    ] = None,
+    sharding: Annotated[
+        str | None, typer.Option(metavar="none|fsdp", help="fsdp: each process has a share of the model.")
     ] = None,
     ray: Annotated[bool, typer.Option("--ray", help="Run on a Ray cluster.")] = False,
     only: Only = None,
@@ -203,9 +211,17 @@ def run(
 
     if precision not in (None, "fp32", "bf16"):
         raise DeltuneError(unknown_name("precision", str(precision), ("fp32", "bf16")))
-    workers = devices or workers
+    processes = launch or 1
+    if sharding not in (None, "none", "fsdp"):
+        raise DeltuneError(unknown_name("sharding", str(sharding), ("none", "fsdp")))
+    if sharding == "fsdp" and processes == 1:
+        raise DeltuneError("--sharding fsdp divides a model among processes: give --launch 2 or more")
+    if devices % processes:
+        raise DeltuneError(f"--devices {devices} is no multiple of --launch {processes}, the processes of each run")
+    workers = devices // processes or workers
     requested = load_studies(
-        names, scale, data_root, model_root, only, not dry_run, precision, device_batch_size
+        names, scale, data_root, model_root, only, not dry_run, precision, device_batch_size, processes,
+        sharding or "none",
     )  # fmt: skip
     if dry_run:
         rows = _rows(store) if user_path(store, "--store").exists() else {}
@@ -222,7 +238,7 @@ def run(
     with log_to_stderr(quiet), ResultStore(store) as stored, ProgressDisplay(not quiet) as bar:
         for study in requested:
             try:
-                scheduler = run_jobs(study.jobs, stored, workers, threads, ray, retry, bar, devices)
+                scheduler = run_jobs(study.jobs, stored, workers, threads, ray, retry, bar, processes if devices else 0)
             except KeyboardInterrupt:
                 print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
                 raise typer.Exit(130) from None
@@ -272,7 +288,7 @@ def _outlook(
     """
     from ..studies.jobs.job import Job, topological_order
     from ..studies.papers.paper_scale import describe_needs
-    from ..studies.papers.registry import CLAIMS
+    from ..studies.papers.registry import ALL_CLAIMS, CLAIMS
     from ..studies.report.page import power_lines
 
     seconds_of: dict[tuple[Any, ...], list[float]] = {}
@@ -302,9 +318,8 @@ def _outlook(
         later = sum(planned.job is None and not planned.lost for planned in study.plan_cells(rows))
         follow = f"; jobs of {counted(later, 'more cell')} follow from the results of these" if later else ""
         lines.append(f"{study.name}: {estimate(jobs, left)}{above}{follow}")
-        if study.name in CLAIMS:
-            lines += describe_needs(study) if scale == "paper" else []
-            lines += power_lines(study, timed, CLAIMS[study.name])
+        lines += describe_needs(study) if scale == "paper" and study.name in CLAIMS else []
+        lines += power_lines(study, timed, ALL_CLAIMS.get(study.name, ()))
     if len(studies) > 1:
         lines.append(f"in all: {estimate(jobs_in_all, [job for job in jobs_in_all if job.name not in rows])}")
     return "\n".join(lines)

@@ -120,6 +120,13 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def gather_root(model: nn.Module) -> None:
+    """Gather what only the pass of a whole sharded model would gather, before a part of it, its encoder, runs alone."""
+    root: Any = model
+    if any(module is root for module in sharded_modules(model)):
+        root.unshard()
+
+
 def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whole on every rank, whether it is sharded or not; all ranks must call it."""
     return tensor.full_tensor() if _is_shard(tensor) else tensor  # type: ignore[attr-defined]

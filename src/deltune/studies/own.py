@@ -1,15 +1,23 @@
-"""Studies of our own: default learning rates, whether choosing a method pays, structure and sites at equal size.
+"""Studies of our own: default rates, whether choosing a method pays, structure and sites at equal size, PEFT beside us.
 
-docs/studies/plan.md registers them: what is run, in which order, and what is left out first. Both read the same runs
+docs/studies/plan.md registers them: what is run, in which order, and what is left out first. They read the same runs
 where their cells are the same, since a job is found by what it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
-from .report.figure_spec import TableSpec
+from ..methods.registry import parse
+from ..train import RunConfig
+from .claims.claims import AllOf, Beats, Claim, Rises, Within
+from .claims.comparisons import Measurement, Number
+from .claims.selectors import EVERY
+from .jobs.job import Job, Outcome, Roots, trainer_job
+from .report.figure_spec import Scatter, TableSpec, ViewSpec
 from .scales import BUNDLED_MODEL, SEEDS, StudySetup, Variant, cross_product, join_plans, method_variants
 from .study import SEED_PLACEHOLDER, CellPlan, Study
 
@@ -123,14 +131,14 @@ def structure(setup: StudySetup) -> Study:
             )
             for task in ("sst2", "conll04")
         ]  # fmt: skip
-    return _registered("own/structure", join_plans(*plans), "method")
+    return _registered("own/structure", join_plans(*plans), _scores("method", "task"))
 
 
 def sites(setup: StudySetup) -> Study:
     """Return the factorial of depth and site: LoRA with 15,360 to 16,384 scalars in one half of the layers."""
     variants = [
-        Variant({"depth": half, "site": site}, {"method": f"lora(rank={rank}, at={at!r}, layers={half!r})"})
-        for half in ("lower half", "upper half")
+        Variant({"depth": depth, "site": site}, {"method": f"lora(rank={rank}, at={at!r}, layers={half!r})"})
+        for depth, half in HALVES.items()
         for site, rank, at in (("attention", 8, ("query", "value")), ("ffn", 3, "ffn"))
     ]
     plans = [
@@ -138,25 +146,114 @@ def sites(setup: StudySetup) -> Study:
                       {**SLICES.get(task, SLICES["sentences"]), **LONG})
         for task in ("sst2", "conll04")
     ]  # fmt: skip
-    return _registered("own/sites", join_plans(*plans), "site")
+    return _registered("own/sites", join_plans(*plans), _scores("site", "task", "depth"))
 
 
-def _registered(name: str, plan_cells: CellPlan, rows: str) -> Study:
+BOTH_LIBRARIES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "lora": ("lora(rank=8)", {"kind": "LoraConfig", "r": 8, "lora_alpha": 8, "target_modules": ["query", "value"]}),
+    "dora": ("dora(rank=8)", {
+        "kind": "LoraConfig", "r": 8, "lora_alpha": 8, "use_dora": True, "target_modules": ["query", "value"],
+    }),
+    "prefix": ("prefix(length=16)", {"kind": "PrefixTuningConfig", "num_virtual_tokens": 16}),
+    "ia3": ("ia3", {
+        "kind": "IA3Config", "target_modules": r".*layer\.\d+\.output\.dense|.*\.(key|value)",
+        "feedforward_modules": r".*layer\.\d+\.output\.dense",
+    }),
+    "layernorm": ("layernorm", {"kind": "LNTuningConfig", "target_modules": ["LayerNorm"]}),
+}  # fmt: skip
+"""Label -> the expression, and PEFT's config with as many parameters at the same places of a BERT."""
+PEFT_TASKS = {"sst2": "SEQ_CLS", "broad_twitter": "TOKEN_CLS", "conll04": "TOKEN_CLS"}
+PEFT_SEEDS = tuple(range(5))
+
+
+def _with_library(library: str, spec: RunConfig, roots: Roots) -> Job:
+    """Return the job that trains a run by transformers' Trainer with a library; it does not validate on the way."""
+    spec = spec.replace(validate_every=None)
+    if library == "deltune":
+        return trainer_job(spec, roots)
+    configs = {repr(parse(method)): config for method, config in BOTH_LIBRARIES.values()}
+    return trainer_job(spec, roots, {**configs[spec.method.expression], "task_type": PEFT_TASKS[str(spec.data.task)]})
+
+
+def peft(setup: StudySetup) -> Study:
+    """Return the comparison of libraries: the same methods, rates, steps and Trainer, by deltune and by PEFT."""
+    methods = {label: method for label, (method, _) in BOTH_LIBRARIES.items()}
+    plans = [
+        cross_product(
+            setup, "own/peft", {ENCODER: ENCODER}, (task,), method_variants(methods, library=library),
+            {**SLICES.get(task, SLICES["sentences"]), **LONG}, PEFT_SEEDS, floors=library == "deltune",
+            make_job=partial(_with_library, library),
+        )
+        for task in PEFT_TASKS
+        for library in ("deltune", "PEFT")
+    ]  # fmt: skip
+    costs = {"seconds": "Seconds of training", "peak_bytes": "Bytes in use at once in a step of the longest rows"}
+    views: list[ViewSpec] = [_scores("method", "task", "library")]
+    for name, title in costs.items():
+        views += [
+            Scatter(title=f"Score against {title.lower()}", x=name, y=METRIC, panels="task", log=True,
+                    series=("method", "library")),
+            TableSpec(title=title, columns=("task", "library"), metric=name, lower=True, average=False, percent=False),
+        ]  # fmt: skip
+    return _registered("own/peft", join_plans(*plans), *views)
+
+
+def _scores(rows: str, *columns: str) -> TableSpec:
+    return TableSpec(
+        title="Scores", groups="model", rows=rows, columns=columns, metric=METRIC, display_names=HALVES, average=False
+    )
+
+
+def _registered(name: str, plan_cells: CellPlan, *views: ViewSpec) -> Study:
     """Return a study that docs/studies/plan.md registers, with its table of scores."""
-    columns = ("task", "depth") if rows == "site" else ("task",)
-    view = TableSpec(title="Scores", groups="model", rows=rows, columns=columns, metric=METRIC)
     note = "docs/studies/plan.md says what is compared, and which differences its seeds decide."
-    return Study(name, OWN_QUESTIONS[name], plan_cells, (view,), METRIC, note)
+    return Study(name, OWN_QUESTIONS[name], plan_cells, views, METRIC, note)
 
 
+HALVES = {"25 %": "lower half", "75 %": "upper half"}
+"""Where a half of the layers has its middle, as a share of the depth -> the layers."""
 METRIC = ("exact", "entity_f1", "accuracy")
 OWN_QUESTIONS: Mapping[str, str] = {
     "own/defaults": "At which learning rate does each method do best, and how far below it is its default?",
     "own/choose": "Does choosing a method pay once the learning rate is chosen?",
     "own/structure": "Does structure matter once the number of parameters is equal?",
     "own/sites": "At one number of parameters, do depth and site matter, and does one depend on the other?",
+    "own/peft": "Are scores equal to PEFT's by the same Trainer, and what do they cost in seconds and bytes?",
 }
 OWN_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {
     "own/defaults": defaults, "own/choose": choose, "own/structure": structure, "own/sites": sites,
+    "own/peft": peft,
 }  # fmt: skip
 """Name -> the function that builds the study; these are run by name and are no part of `all`."""
+
+
+def _cost(read: Callable[[Outcome], float], name: str) -> Measurement:
+    """Return the measurement of what a run took, of which one doubling counts like any other."""
+    return Measurement(lambda group, _: [Number(math.log2(read(one))) for one in group], "doublings", True, name=name)
+
+
+SECONDS = _cost(lambda outcome: outcome.seconds, "seconds of training")
+PEAK = _cost(lambda outcome: outcome.scores["peak_bytes"], "bytes in use at once")
+HERE, BY_PEFT, PLAN = {"library": "deltune"}, {"library": "PEFT"}, "docs/studies/plan.md"
+OWN_CLAIMS: Mapping[str, tuple[Claim, ...]] = {
+    "own/structure": tuple(
+        Claim(f"{words} beat a random mask with as many parameters", PLAN, Beats({"method": one}, {"method": "mask"}))
+        for one, words in (("lora", "LoRA’s factors"), ("layernorm", "tuned norms"), ("bitfit", "biases of attention"))
+    ),
+    "own/sites": (
+        Claim("the upper half of the layers is the better place for a number of parameters", PLAN,
+              Rises("depth", {"site": EVERY})),
+        Claim("the FFN is the better place for a number of parameters", PLAN,
+              Beats({"site": "ffn"}, {"site": "attention"})),
+        Claim("the lead of the FFN over attention is greater in the upper half", PLAN,
+              Rises("depth", {"site": "ffn"}, minus={"site": "attention"})),
+    ),
+    "own/peft": (
+        Claim("a method scores by deltune as by PEFT: within 1 point", PLAN, Within(HERE, BY_PEFT, 1.0, both=True)),
+        Claim("a method by deltune takes fewer seconds of training", PLAN, Beats(HERE, BY_PEFT, measurement=SECONDS)),
+        Claim("a method by deltune has fewer bytes in use at once", PLAN, Beats(HERE, BY_PEFT, measurement=PEAK)),
+        Claim("equal scores cost half by deltune: half the seconds and half the bytes", PLAN,
+              AllOf(tuple(Beats(HERE, BY_PEFT, 1.0, measurement=cost) for cost in (SECONDS, PEAK)))),
+    ),
+}  # fmt: skip
+"""What they are to decide, registered before their runs."""

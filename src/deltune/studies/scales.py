@@ -14,7 +14,7 @@ from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
 from .claims.selectors import EDGE, FLOOR
-from .jobs.job import Cell, Roots, probe_job, untuned_job
+from .jobs.job import Cell, JobMaker, Roots, probe_job, run_job, untuned_job
 from .jobs.store import JobRecord
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, labels_without_seed, plan_sweep
 
@@ -267,6 +267,8 @@ class StudySetup:
         runs: Whether something is run, so that models and data must be there; what is stored can be shown without.
         precision: The precision of every run, "fp32" or "bf16"; a run's default if None.
         device_batch_size: The rows of a batch that a device computes at once; all if None.
+        launch: The processes of a run.
+        sharding: "none", or "fsdp" by which each of them has a share of the model.
     """
 
     scale: str = "paper"
@@ -275,6 +277,8 @@ class StudySetup:
     runs: bool = True
     precision: str | None = None
     device_batch_size: int | None = None
+    launch: int = 1
+    sharding: str = "none"
 
     def __post_init__(self) -> None:
         if self.scale not in ("paper", "small"):
@@ -297,7 +301,8 @@ class StudySetup:
         """Where jobs find the models and data that their specs name."""
         root = None if self.data_root is None else str(Path(self.data_root).expanduser().resolve())
         has_models = self.models is not None and (self.small or self.model_root is not None)
-        return Roots(str(self.models.resolve()) if has_models and self.models else None, root, self.device_batch_size)
+        models = str(self.models.resolve()) if has_models and self.models else None
+        return Roots(models, root, self.device_batch_size, self.launch, self.sharding)
 
     def task(self, name: str) -> dict[str, Any]:
         """Return the fields of a spec that name a task; the folder of its data is among the roots."""
@@ -409,6 +414,7 @@ def cross_product(
     search_rates: bool = True,
     ladder: Literal["steps", "choose", "grid"] = "steps",
     floors: bool = True,
+    make_job: JobMaker = run_job,
 ) -> CellPlan:
     """Return the cells of models × tasks × variants × seeds, and beside them `floors` and full tuning of each task.
 
@@ -416,7 +422,7 @@ def cross_product(
     over the scale's, and `by_task` over both; `labels` are labels of every cell on further axes. Without
     `search_rates` each variant has its usual rate. A search begins at FIRST_RATES around each method's usual rate, or
     at START to "choose" a rate by all seeds or for a "grid" with each rate as a label; whatever the method, it goes on
-    while the best rate is at an edge.
+    while the best rate is at an edge. The floors are runs whatever job `make_job` makes of the cells.
     """
     setup.check(models.values(), tasks)
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)
@@ -443,7 +449,7 @@ def cross_product(
                 seeds=seeds,
                 options=options,
             )
-            return plan_sweep(sweep, roots=setup.roots)
+            return plan_sweep(sweep, roots=setup.roots, make_job=make_job)
 
         return lambda records: plan()(records)
 

@@ -31,7 +31,7 @@ from ..methods.counting import count
 from ..methods.registry import default_learning_rate
 from ..models import load_config
 from ..train import PLACES, RunConfig, flatten, merge_values
-from .jobs.job import NO_ROOTS, Cell, Job, Outcome, Roots, run_job
+from .jobs.job import NO_ROOTS, Cell, Job, JobMaker, Outcome, Roots, run_job
 from .jobs.store import JobRecord
 from .report.figure_spec import Bars, Numbers, TableSpec, ViewSpec
 
@@ -328,13 +328,15 @@ def _is_mapping_of(value: Any, is_valid: Callable[[Any], bool]) -> bool:
     return isinstance(value, Mapping) and all(is_valid(one) for one in value.values())
 
 
-def plan_sweep(sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROOTS) -> CellPlan:
-    """Return the cells of a sweep.
+def plan_sweep(
+    sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROOTS, make_job: JobMaker = run_job
+) -> CellPlan:
+    """Return the cells of a sweep, each with the job that is made of its run.
 
     Where runs search hyperparameters, only the first seed searches; the other seeds use what it chose.
     """
     runs = sweep.cells(data_root, roots)
-    jobs = {id(run): run.job for run in runs}
+    jobs = {id(run): make_job(run.spec, run.roots) for run in runs}
     first_seeds = {labels_without_seed(run.cell): run for run in reversed(runs)}
 
     def plan_cells(records: Records) -> list[PlannedCell]:

@@ -8,7 +8,9 @@ from .data.loading import TaskData as TaskData
 from .inference import evaluate as evaluate
 from .inference import evaluate_untuned as evaluate_untuned
 from .inference import rescore_with_statistics as rescore_with_statistics
+from .metrics.base import Score as Score
 from .metrics.registry import METRICS as METRICS
+from .plain import train_plainly as train_plainly
 from .presets import merge_values as merge_values
 from .probe import fit_probe as fit_probe
 from .probe import pooled_features as pooled_features

@@ -326,6 +326,14 @@ def threshold(name: str) -> Measurement:
     return Measurement(_each(read), "powers of ten", lower=True, name=f"{name} threshold of N")
 
 
+def _after_low(outcome: Outcome, choice: MetricChoice) -> Number | str:
+    share = outcome.extra.get("after low")
+    return Number(share) if isinstance(share, float) else f"{NOTHING_TO_SEE}: the low threshold was not reached"
+
+
+AFTER_LOW = Measurement(_each(_after_low), "% of full tuning's score", name="score right after the low threshold")
+
+
 def _rate(outcome: Outcome, choice: MetricChoice) -> Number | str:
     if "method" not in outcome.spec:
         return "no learning rate"

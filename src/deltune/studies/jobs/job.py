@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,17 +15,20 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 import torch
+from transformers import PreTrainedModel
 
 from ...anatomy.inspection import inspect
-from ...errors import DeltuneError
+from ...errors import DeltuneError, check_extra
 from ...models import load_config, load_model
-from ...runtime.attach import load
+from ...runtime.attach import attach, load
 from ...train import (
     TASKS,
+    Best,
     ModelCache,
     RunConfig,
     RunFolder,
     RunMetrics,
+    Score,
     collect_environment,
     evaluate,
     evaluate_untuned,
@@ -29,6 +36,7 @@ from ...train import (
     rescore_with_statistics,
     task_kind_for,
     train,
+    train_plainly,
 )
 from .timing import time_methods
 
@@ -100,6 +108,18 @@ class RunResult(TypedDict):
     data: str | None
 
 
+class TrainerResult(TypedDict):
+    """The result of a job that trains by transformers' Trainer, as of a run; `seconds` are those of its training."""
+
+    scores: Mapping[str, float]
+    examples: Mapping[str, Sequence[float]]
+    count: Mapping[str, float]
+    seconds: float
+    best: Mapping[str, Any]
+    curve: Sequence[Mapping[str, Any]]
+    data: str | None
+
+
 class TransferResult(TypedDict):
     """The result of a job that evaluates a run's delta on another task: its scores there, and the method's count."""
 
@@ -129,7 +149,7 @@ class TimingResult(TypedDict):
     seconds: float
 
 
-ResultValues = RunResult | TransferResult | FloorResult | NormChangesResult | TimingResult
+ResultValues = RunResult | TrainerResult | TransferResult | FloorResult | NormChangesResult | TimingResult
 """The result of a job of any kind; `execute` adds the environment."""
 
 
@@ -177,15 +197,18 @@ ENVIRONMENT_FIELDS = (
 
 @dataclass(frozen=True)
 class Roots:
-    """Where this machine has the models and data that specs name, and what fits its device. It is no part of a job.
+    """Where this machine has the models and data that specs name, and how it trains them. It is no part of a job.
 
     A model in the folder of models is called by the name of its folder; one of the hub is there as ORGANISATION/NAME or
-    as NAME. `device_batch_size` is how many rows of a batch are computed at once.
+    as NAME. `device_batch_size` is how many rows of a batch are computed at once, `launch` the number of processes of a
+    run, and `sharding` is as for `deltune train`.
     """
 
     models: str | None = None
     data_root: str | None = None
     device_batch_size: int | None = None
+    launch: int = 1
+    sharding: str = "none"
 
     def locate(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Return a job's spec with the folders of this machine in it; what is not here keeps its name."""
@@ -276,6 +299,10 @@ def run_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
     return Job("run", roots.relative(spec.canonical()), roots=roots)
 
 
+JobMaker = Callable[[RunConfig, Roots], Job]
+"""The configuration of a run, and where this machine has its model and data -> the job of the run."""
+
+
 def run_folder(runs: Path, spec: RunConfig) -> Path:
     """Return the run directory of a spec inside a study's folder of runs."""
     return runs / spec.name
@@ -286,10 +313,10 @@ def config_of(job: Job) -> RunConfig:
     return RunConfig.from_canonical(job.roots.locate(job.spec))
 
 
-def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunResult:
+def _run(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> RunResult:
     spec = RunConfig.from_canonical(values)  # as in config_of: execute() has located the values
     folder = run_folder(runs, spec)
-    metrics = _train(spec, folder, model_cache)
+    metrics = _train(spec, folder, model_cache, roots)
     run = RunFolder(folder).best_run
     scores = rescore_with_statistics(run.folder)
     split = next((s for s in ("test", "validation") if s in metrics.scores), None)
@@ -302,11 +329,7 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
         "split": split,
         "scores": metrics.scores[split],
         "validation": metrics.validation,
-        "examples": {
-            name: [round(value, 6) for value in score.per_example]
-            for name, score in scores[split].items()
-            if score.per_example is not None
-        },
+        "examples": _examples(scores[split]),
         "count": metrics.count,
         "seconds": metrics.seconds,
         "cpu_seconds": metrics.cpu_seconds,
@@ -319,8 +342,75 @@ def _run(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> RunR
     }
 
 
-def _train(spec: RunConfig, folder: Path, model_cache: ModelCache) -> RunMetrics:
-    return train(spec.replace(probe="off"), folder, progress=False, cache=model_cache, report=False)
+def _train(spec: RunConfig, folder: Path, model_cache: ModelCache, roots: Roots) -> RunMetrics:
+    spec = spec.replace(probe="off")
+    if roots.launch == 1:
+        return train(spec, folder, progress=False, cache=model_cache, report=False)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(spec.yaml())
+        file.flush()
+        _train_in_processes(["--launch", str(roots.launch), "--sharding", roots.sharding, file.name], folder)
+    return RunFolder(folder).metrics
+
+
+LIFELINE = "DELTUNE_LIFELINE"
+"""The variable that names the end of a pipe, by which `deltune train` ends when this process does."""
+
+
+def _train_in_processes(arguments: Sequence[str], folder: Path) -> None:
+    """Train by the command that a user would give, whose processes have the threads of this one between them."""
+    read_end, write_end = os.pipe()
+    threads = max(1, torch.get_num_threads() // int(arguments[1]))
+    environment = {**os.environ, LIFELINE: str(read_end), "OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, "-m", "deltune", "train", *arguments, "--output", str(folder), "--quiet"]
+    try:
+        ended = subprocess.run(command, env=environment, pass_fds=(read_end,), capture_output=True, text=True)
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+    if ended.returncode:
+        raise DeltuneError(f"{ended.stderr.strip()[-1000:]} (exit code {ended.returncode} of {' '.join(command[1:])})")
+
+
+def _examples(scores: Mapping[str, Score]) -> dict[str, list[float]]:
+    """Return a number for each example, of the metrics that are the mean of such numbers."""
+    return {
+        name: [round(value, 6) for value in score.per_example]
+        for name, score in scores.items()
+        if score.per_example is not None
+    }
+
+
+def _trainer(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> TrainerResult:
+    """Train and score a run by transformers' own Trainer, the model adapted by deltune or by PEFT."""
+    spec = RunConfig.from_canonical(values["run"])
+
+    def adapt(model: PreTrainedModel) -> Any:
+        if values["peft"] is None:
+            attach(model, spec.method.expression, pooling=spec.method.pooling or "model")
+            return model
+        check_extra("peers", "PEFT's side of a comparison needs")
+        import peft
+
+        options = dict(values["peft"])
+        return peft.get_peft_model(model, getattr(peft, options.pop("kind"))(**options))
+
+    run = train_plainly(spec, adapt)
+    test = run.results.get("test", run.results["validation"])
+    best = Best(step=run.steps, metric=run.metric, value=run.results["validation"].metrics[run.metric])
+    return {
+        "scores": {**test.metrics, "peak_bytes": float(run.peak_bytes)},
+        "examples": _examples(test.statistics),
+        "count": {
+            "trained": run.trained,
+            "percent": 100 * run.trained / run.parameters,
+            "denominator_size": run.parameters,
+        },
+        "seconds": run.seconds,
+        "best": best.as_json(),
+        "curve": _curve(run.losses),
+        "data": run.fingerprint,
+    }
 
 
 def _curve(log: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -340,43 +430,50 @@ def _stored_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {field: environment[field] for field in ENVIRONMENT_FIELDS if field in environment}
 
 
-def _trained_run(spec: RunConfig, runs: Path, model_cache: ModelCache) -> Path:
+def _trained_run(spec: RunConfig, roots: Roots, runs: Path, model_cache: ModelCache) -> Path:
     """Return the folder of a run whose delta is needed. One whose result was imported has none yet and is trained."""
     folder = run_folder(runs, spec)
     if not folder.exists():
-        _train(spec, folder, model_cache)
+        _train(spec, folder, model_cache, roots)
     return folder
 
 
-def _transfer(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TransferResult:
+def _transfer(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> TransferResult:
     """Evaluate a run's delta on another task without further training."""
-    folder = _trained_run(RunConfig.from_canonical(values["run"]), runs, model_cache)
+    folder = _trained_run(RunConfig.from_canonical(values["run"]), roots, runs, model_cache)
     results = evaluate(folder, splits=("test",), other=values["other"])
     return {"scores": results["test"], "count": RunFolder(folder).metrics.count, "seconds": 0.0}
 
 
-def _probe(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> FloorResult:
+def _probe(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> FloorResult:
     """Fit a linear probe on the rows of a run, without training anything of the model."""
     scores = probe_model(RunConfig.from_canonical(values["run"])).scores
     return {"scores": scores.get("test", scores["validation"]), "seconds": 0.0}
 
 
-def _untuned(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> FloorResult:
+def _untuned(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> FloorResult:
     """Score the model of a run as it is."""
     return {"scores": evaluate_untuned(RunConfig.from_canonical(values["run"]), ("test",))["test"], "seconds": 0.0}
 
 
-def _measure_norm_changes(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> NormChangesResult:
+def _measure_norm_changes(
+    values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache
+) -> NormChangesResult:
     """Measure how far a run moved each gain and bias."""
     spec = RunConfig.from_canonical(values["run"])
-    run = RunFolder(_trained_run(spec, runs, model_cache)).best_run
+    run = RunFolder(_trained_run(spec, roots, runs, model_cache)).best_run
     kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
     return {"changes": norm_changes(spec.model.name, kind.head, run.delta), "seconds": 0.0}
 
 
-def _time_methods(values: Mapping[str, Any], runs: Path, model_cache: ModelCache) -> TimingResult:
+def _time_methods(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> TimingResult:
     """Time methods side by side."""
     return {"turns": time_methods(**values), "seconds": 0.0}
+
+
+def trainer_job(spec: RunConfig, roots: Roots = NO_ROOTS, peft: Mapping[str, Any] | None = None) -> Job:
+    """Return the job that trains a run by transformers' Trainer, its method by deltune or by a config of PEFT."""
+    return Job("trainer", {"run": roots.relative(spec.canonical()), "peft": peft}, roots=roots)
 
 
 def transfer_job(spec: RunConfig, other: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
@@ -406,20 +503,21 @@ def timing_job(model: str, methods: Mapping[str, str], roots: Roots = NO_ROOTS, 
     return Job("time", {"model": model, "methods": dict(methods), **options}, roots=roots)
 
 
-RUNNERS: dict[str, Callable[[Mapping[str, Any], Path, ModelCache], ResultValues]] = {
+RUNNERS: dict[str, Callable[[Mapping[str, Any], Roots, Path, ModelCache], ResultValues]] = {
     "run": _run,
+    "trainer": _trainer,
     "transfer": _transfer,
     "probe": _probe,
     "untuned": _untuned,
     "terms": _measure_norm_changes,
     "time": _time_methods,
 }
-"""Kind of job -> the function that does it: (spec, folder of runs, the worker's model cache) -> result."""
+"""Kind of job -> the function that does it: (spec, roots, folder of runs, the worker's model cache) -> result."""
 
 
 def execute(job: Job, runs: Path, model_cache: ModelCache) -> ResultValues:
     """Do a job and return its result."""
-    result: Any = RUNNERS[job.kind](job.roots.locate(job.spec), runs, model_cache)
+    result: Any = RUNNERS[job.kind](job.roots.locate(job.spec), job.roots, runs, model_cache)
     if "environment" not in result:
         facts = {"device": "cpu", "threads": torch.get_num_threads()}
         result = {**result, "environment": _stored_environment(collect_environment(facts))}

@@ -54,7 +54,7 @@ class JobResult:
 class WorkerPool:
     """Workers that are given jobs and report their results. A worker is named by its index; if it dies it is replaced.
 
-    With `devices` each worker has an accelerator of its own and sees no other. Sums over several threads round in
+    With `devices` each worker has as many accelerators of its own and sees no other. Sums over several threads round in
     another order, so that the number of a worker's threads must not follow from the machine.
     """
 
@@ -127,9 +127,10 @@ class LocalPool(WorkerPool):
         self._processes: list[Any] = [None] * workers
 
     def environment(self, worker: int) -> dict[str, str]:
-        """Return the variables of a worker's process: ours, and the one accelerator that it sees."""
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(self.devices)))).split(",")
-        return {**os.environ, **({"CUDA_VISIBLE_DEVICES": visible[worker % len(visible)]} if self.devices else {})}
+        """Return the variables of a worker's process: ours, and the accelerators that it sees."""
+        first, end = worker * self.devices, (worker + 1) * self.devices
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(end)))).split(",")
+        return {**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(visible[first:end])} if self.devices else {})}
 
     def _start(self, worker: int) -> tuple[Connection, Any]:
         ours, theirs = self._context.Pipe()
@@ -239,7 +240,7 @@ class RayPool(WorkerPool):
         """Reference to a result -> the worker that will report it."""
 
     def _start(self) -> Any:
-        return self._ray.remote(num_cpus=self.threads, num_gpus=int(self.devices > 0))(_Worker).remote(
+        return self._ray.remote(num_cpus=self.threads, num_gpus=self.devices)(_Worker).remote(
             str(self.runs), self.threads
         )
 

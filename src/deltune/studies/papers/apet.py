@@ -8,8 +8,8 @@ from functools import cache, partial
 from typing import Any
 
 from ...train import RunConfig
-from ..claims.claims import AllOf, AllWithin, Beats, Claim, Falls, GapShrinks, InEach, Rises, Within
-from ..claims.comparisons import STEPS, ZERO_SHOT, threshold
+from ..claims.claims import AllOf, AllWithin, Beats, Between, Claim, Falls, GapShrinks, InEach, Rises, Within
+from ..claims.comparisons import AFTER_LOW, STEPS, ZERO_SHOT, threshold
 from ..claims.selectors import EVERY, LARGEST, SMALLEST, CellSelector
 from ..jobs.job import Cell, Job, run_job, transfer_job
 from ..report.figure_spec import Bars, Curves, HeatMap, TableSpec
@@ -95,6 +95,8 @@ AP_CLAIMS: dict[str, tuple[Claim, ...]] = {
               "10, the widest that is printed", "§5.3, figure 7", InEach(AllWithin("method", 1.0, measurement=LOW)),
               printed_range="7,900 to 8,500 on T5-xxl, 800 to 7,900 on T5-small, 800 to 3,200 on BERT-large, 400 to "
               "1,600 on BERT-small"),
+        Claim("right after the low threshold methods reach 80 % to 90 % of full tuning's performance",
+              "§5.3, figure 7", Between({"method": ("adjacent", "discrete")}, AFTER_LOW, 80.0, 90.0)),
     ),
     "ap/all": (
         Claim("on the largest model adjacent parameters match full tuning in every group: no more than 1 point below "

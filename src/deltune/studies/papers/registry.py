@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..claims.claims import Claim
 from ..claims.decisions import Paper, PaperStatements
-from ..own import OWN_STUDIES
+from ..own import OWN_CLAIMS, OWN_STUDIES
 from ..scales import StudySetup
 from ..study import Study
 from .apet import AP_CLAIMS, AP_STUDIES
@@ -43,13 +43,16 @@ FIRST = (
 """The studies that `deltune study run all` runs before the others, in this order: the papers' main results."""
 
 CLAIMS: dict[str, tuple[Claim, ...]] = {**LN_CLAIMS, **UV_CLAIMS, **AP_CLAIMS}
-"""Name of a study -> the claims that it decides."""
+"""Name of a study of the papers -> the claims that it decides."""
 
 STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {**LN_STUDIES, **UV_STUDIES, **AP_STUDIES}
 """Name -> the function that builds a study of the papers. Building one loads nothing and does not use the hub."""
 
 ALL_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {**STUDIES, **OWN_STUDIES}
 """The studies of the papers and our own."""
+
+ALL_CLAIMS: Mapping[str, tuple[Claim, ...]] = {**CLAIMS, **OWN_CLAIMS}
+"""The claims of the papers and our own."""
 
 
 RERUN = (
@@ -66,4 +69,4 @@ def paper_statements(study: str) -> PaperStatements:
     paper = PAPERS.get(study.partition("/")[0]) if study in STUDIES else None
     open_points = (RULE, *choices) if choices else ()
     rerun = RERUN if study in STUDIES else ""
-    return PaperStatements(paper, CLAIMS.get(study, ()), PRINTED.get(study, ()), open_points, rerun)
+    return PaperStatements(paper, ALL_CLAIMS.get(study, ()), PRINTED.get(study, ()), open_points, rerun)

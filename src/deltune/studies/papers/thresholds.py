@@ -97,7 +97,8 @@ def threshold_cells(grid: ThresholdGrid, records: Records) -> list[PlannedCell]:
     """Return a cell for every N and seed, and one for the thresholds of each seed.
 
     The cells of the runs have an axis N. Those of the thresholds have none; their extra holds the brackets "low" and
-    "high" of the seed, and the intervals "low of the mean" and "high of the mean". They have no job until all runs have
+    "high" of the seed, the intervals "low of the mean" and "high of the mean", and under "after low" the share of full
+    tuning's score, in percent, that the smallest N above the low threshold has. They have no job until all runs have
     ended, unless one has failed.
     """
     jobs = {seed: [grid.run(n, seed) for n in grid.sizes] for seed in grid.seeds}
@@ -129,7 +130,10 @@ def threshold_cells(grid: ThresholdGrid, records: Records) -> list[PlannedCell]:
     mean = {"low of the mean": list(low_of_mean), "high of the mean": list(high_of_mean)}
     for i, seed in enumerate(grid.seeds):
         job = next((job for job in jobs[seed] if ended[job].result is not None), jobs[seed][0])
-        extra = {"low": list(low[i]), "high": list(high[i]), **mean}
+        extra: dict[str, object] = {"low": list(low[i]), "high": list(high[i]), **mean}
+        if low[i][1] is not None:
+            first = jobs[seed][grid.sizes.index(low[i][1])]
+            extra["after low"] = 100 * scores(first)["accuracy"] / scores(grid.full(seed))["accuracy"]
         runs.append(PlannedCell({**grid.cell, "seed": seed}, job, extra, tries=grid.tries))
     return runs
 

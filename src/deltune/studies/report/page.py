@@ -423,7 +423,8 @@ def section_markdown(section: Section) -> str:
         lines += [to_markdown(table), ""]
     if section.findings:
         rows = [_markdown_row(row.cells) for row in section.claim_rows]
-        lines += ["### Claims of the paper", "", *([NOT_THE_PAPER, ""] if section.small else [])]
+        lines += ["### Claims of the paper" if section.paper else "### Claims", ""]
+        lines += [NOT_THE_PAPER, ""] if section.paper and section.small else []
         lines += [_markdown_row(CLAIM_COLUMNS), "|" + "---|" * len(CLAIM_COLUMNS), *rows, ""]
     if section.choices:
         lines += [

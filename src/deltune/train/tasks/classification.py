@@ -23,6 +23,7 @@ from torch.nn import functional
 from transformers.modeling_outputs import BaseModelOutput
 
 from ...errors import DeltuneError, error_from_problems
+from ...runtime.sharding import gather_root
 from ...templates import Tokens, target_end
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, EncodedRows, Row, encode_texts, in_chunks, row_names
@@ -326,6 +327,7 @@ def _encode_prompts_once(
     selected = torch.tensor(chosen, device=device)
     expand = torch.tensor([texts.index(row["text_index"]) for row in rows], device=device)
     inputs = {name: tensor[selected] for name, tensor in batch.items() if name != "labels"}
+    gather_root(context.model)
     with context.passes_of([indices[i] for i in chosen], [rows[i] for i in chosen]):
         states = context.model.get_encoder()(**inputs)[0][expand]
     return {
