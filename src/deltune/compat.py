@@ -353,6 +353,13 @@ PACKS_FOR_CPU = "support_avx512bf16_for_cpu"
 """The attribute by which a 4-bit linear decides whether to pack."""
 
 
+def keep_unpacked(model: nn.Module) -> None:
+    """Keep a model's 4-bit linears from packing their weights in passes before it is tuned."""
+    for module in model.modules():
+        if getattr(module, PACKS_FOR_CPU, False):
+            setattr(module, PACKS_FOR_CPU, False)
+
+
 def has_packed_weights(module: nn.Module) -> bool:
     """Whether a 4-bit linear of bitsandbytes has packed its weights for inference on a CPU."""
     state = getattr(parameters_of(module).get("weight"), "quant_state", None)

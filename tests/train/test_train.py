@@ -180,6 +180,14 @@ def test_activation_checkpointing_changes_no_number(root: Path, tmp_path: Path, 
         train(tiny.spec(root, activation_checkpointing="cpu"), tmp_path / "other")
 
 
+@pytest.mark.parametrize("changes", [{"method": "lora(rank=2)"}, {"method": "head", "head_init": "probe"}])
+def test_a_quantised_base(changes: dict[str, str], root: Path, tmp_path: Path) -> None:
+    """On a processor with bfloat16 products, passes before the model is tuned do not pack its 4-bit weights."""
+    pytest.importorskip("bitsandbytes")
+    metrics = train(tiny.spec(root, epochs=1, quantize="nf4", **changes), tmp_path / "run")
+    assert evaluate(tmp_path / "run") == metrics.scores
+
+
 def test_tensorboard(root: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     train(tiny.spec(root, epochs=1, report_to="tensorboard"), tmp_path / "run")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from ..compat import keep_unpacked
 from ..errors import DeltuneError, error_from_problems, unknown_name
 from ..models import (
     HEADS_WITH_LABELS,
@@ -408,6 +409,7 @@ class ModelCache:
             name, loads, labels, "float32", seed, cache=self._weights[1], quantize=quantize,
             attn_implementation=attention,
         )  # fmt: skip
+        keep_unpacked(model)
         self._model = (key, model)
         return model
 
