@@ -180,7 +180,7 @@ def test_activation_checkpointing_changes_no_number(root: Path, tmp_path: Path, 
         train(tiny.spec(root, activation_checkpointing="cpu"), tmp_path / "other")
 
 
-@pytest.mark.parametrize("changes", [{"method": "lora(rank=2)"}, {"method": "head", "head_init": "probe"}])
+@pytest.mark.parametrize("changes", [{"method": "lora(rank=2)"}, {"head_init": "probe", "pooling": "mean"}])
 def test_a_quantised_base(changes: dict[str, str], root: Path, tmp_path: Path) -> None:
     """On a processor with bfloat16 products, passes before the model is tuned do not pack its 4-bit weights."""
     pytest.importorskip("bitsandbytes")
