@@ -17,8 +17,18 @@ from .claims.claims import AllOf, Beats, Claim, Rises, Within
 from .claims.comparisons import Measurement, Number
 from .claims.selectors import EVERY
 from .jobs.job import Job, Outcome, Roots, trainer_job
+from .policies import DEFAULT_RATE, FOUR_RATES, GRID_BEST, SEARCHES, replayed
 from .report.figure_spec import Scatter, TableSpec, ViewSpec
-from .scales import BUNDLED_MODEL, SEEDS, StudySetup, Variant, cross_product, join_plans, method_variants
+from .scales import (
+    BUNDLED_MODEL,
+    SEEDS,
+    StudySetup,
+    Variant,
+    cross_product,
+    join_plans,
+    method_variants,
+    small_scale_rate,
+)
 from .study import SEED_PLACEHOLDER, CellPlan, Study
 
 ENCODER, BART = "minilm-d128", "g2p-en-us-bart"
@@ -114,6 +124,15 @@ def choose(setup: StudySetup) -> Study:
         METRIC,
         "Every rate is run under every seed. Rates beyond the four first ones are tried where the best is at an edge.",
     )
+
+
+def policies(setup: StudySetup) -> Study:
+    """Return what ways of choosing would have picked from the runs of own/choose."""
+    plan_cells = replayed(choose(setup).plan_cells, small_scale_rate("lora(rank=8)"), list(SIZES), waits=setup.runs)
+    table = TableSpec(title="Scores of the runs that were picked", groups="model", rows="policy", columns=("task",),
+                      metric=METRIC, average=False)  # fmt: skip
+    note = "Searches take a quarter of the grid's steps, LoRA at four rates a thirteenth. Of the tasks that are done."
+    return Study("own/policies", OWN_QUESTIONS["own/policies"], plan_cells, (table,), METRIC, note)
 
 
 def structure(setup: StudySetup) -> Study:
@@ -216,13 +235,14 @@ METRIC = ("exact", "entity_f1", "accuracy")
 OWN_QUESTIONS: Mapping[str, str] = {
     "own/defaults": "At which learning rate does each method do best, and how far below it is its default?",
     "own/choose": "Does choosing a method pay once the learning rate is chosen?",
+    "own/policies": "What does each way of choosing lose against the best of all methods and rates?",
     "own/structure": "Does structure matter once the number of parameters is equal?",
     "own/sites": "At one number of parameters, do depth and site matter, and does one depend on the other?",
     "own/peft": "Are scores equal to PEFT's by the same Trainer, and what do they cost in seconds and bytes?",
 }
 OWN_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {
-    "own/defaults": defaults, "own/choose": choose, "own/structure": structure, "own/sites": sites,
-    "own/peft": peft,
+    "own/defaults": defaults, "own/choose": choose, "own/policies": policies, "own/structure": structure,
+    "own/sites": sites, "own/peft": peft,
 }  # fmt: skip
 """Name -> the function that builds the study; these are run by name and are no part of `all`."""
 
@@ -236,6 +256,17 @@ SECONDS = _cost(lambda outcome: outcome.seconds, "seconds of training")
 PEAK = _cost(lambda outcome: outcome.scores["peak_bytes"], "bytes in use at once")
 HERE, BY_PEFT, PLAN = {"library": "deltune"}, {"library": "PEFT"}, "docs/studies/plan.md"
 OWN_CLAIMS: Mapping[str, tuple[Claim, ...]] = {
+    "own/policies": (
+        Claim("a tuned rate loses less than 1 point when the method is LoRA whatever the task", PLAN,
+              Within({"policy": FOUR_RATES}, {"policy": GRID_BEST}, 1.0)),
+        Claim("LoRA at its default rate loses less than 1 point", PLAN,
+              Within({"policy": DEFAULT_RATE}, {"policy": GRID_BEST}, 1.0)),
+        *(
+            Claim(f"{policy} over methods and rates picks better runs than LoRA at four rates", PLAN,
+                  Beats({"policy": policy}, {"policy": FOUR_RATES}))
+            for policy in SEARCHES
+        ),
+    ),
     "own/structure": tuple(
         Claim(f"{words} beat a random mask with as many parameters", PLAN, Beats({"method": one}, {"method": "mask"}))
         for one, words in (("lora", "LoRA’s factors"), ("layernorm", "tuned norms"), ("bitfit", "biases of attention"))
