@@ -180,6 +180,29 @@ def test_a_first_pass_runs_once_for_what_is_computed_again(use_reentrant: bool) 
     assert all(torch.allclose(one, two, rtol=1e-9) for one, two in zip(plain, again, strict=True))
 
 
+@pytest.mark.parametrize("failing", [1, 2], ids=["the first pass", "the pass after it"])
+def test_a_compiled_pass_that_fails_leaves_no_states_behind(failing: int) -> None:
+    model, _ = tuned_llama()
+    expected = logits(model)
+    calls: list[None] = []
+
+    @torch.compiler.disable
+    def fail(*_: Any) -> None:
+        calls.append(None)
+        if len(calls) == failing:
+            raise MemoryError
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    torch.compiler.reset()
+    with torch.no_grad(), pytest.raises(MemoryError):
+        torch.compile(model, backend="eager")(IDS.flip(1), use_cache=False)
+    hook.remove()
+    torch.compiler.reset()
+    with torch.no_grad():
+        again = torch.compile(model, backend="eager")(**INPUTS, use_cache=False).logits
+    assert torch.allclose(again, expected, rtol=1e-10)
+
+
 def test_where_no_first_pass_can_be() -> None:
     with pytest.raises(deltune.DeltuneError, match="a model with one stack of layers"):
         deltune.attach(build(FAMILIES["t5"], "seq2seq"), "xlora")

@@ -41,8 +41,10 @@ class FirstPassHook(ModuleHook):
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give the pass the hidden states (B, n, d) of a first pass; in that one they have the width 0."""
-        facts = self.passes.current_pass().facts
-        if FIRST_PASS in facts or not self.passes.assignment().reads_first_pass:
+        this_pass = self.passes.current_pass()
+        facts = this_pass.facts
+        running = FIRST_PASS in facts and not facts[FIRST_PASS].shape[-1]  # others are of a compiled pass that failed
+        if running or not self.passes.assignment().reads_first_pass:
             return
         arguments = name_arguments(self.arguments, args, kwargs)
         if state := next((name for name in STATES if arguments.get(name) is not None), None):
@@ -62,8 +64,7 @@ class FirstPassHook(ModuleHook):
             del facts[FIRST_PASS]  # a compiled pass outlives its error
             raise
         facts[FIRST_PASS] = output[0]
-        if cache is None:
-            self.passes.current_pass().first_cache = _cache_in(output)
+        this_pass.first_cache = _cache_in(output) if cache is None else None
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Forget the first pass; a cache that the stack has made keeps the first pass's."""
