@@ -454,6 +454,14 @@ def test_a_csv_has_the_separator_of_its_header(mark: str, tmp_path: Path, caplog
     )
 
 
+def test_a_mark_in_a_quoted_name_separates_nothing(tmp_path: Path) -> None:
+    table = pandas.DataFrame({"text": ["a; b", "c"], "label": ["x", "y"], "score, of 0; 1|2": [1, 0]})
+    for mark in ",;":
+        table.to_csv(tmp_path / "train.csv", sep=mark, index=False)
+        got = loading.load_data(str(tmp_path), {"text": "text", "label": "label"})
+        assert got.splits["train"]["text"][:] == ["a; b", "c"], mark
+
+
 def test_a_flag_may_never_be_set(tmp_path: Path) -> None:
     got = loading.load_data(write(tmp_path, train_csv="text,late,rude\na b,1,0\nc d,0,0\n"))
     assert (got.labels, got.splits["train"]["labels"][:]) == (("late", "rude"), [[0], []])

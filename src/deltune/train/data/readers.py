@@ -226,6 +226,8 @@ def _separator(path: Path) -> str:
     csv.field_size_limit(MAX_LINE_LENGTH)  # the default of 128 KiB is less than a long document
     headers = {mark: next(csv.reader((line for _, line in text_lines(path)), delimiter=mark), []) for mark in ",;\t|"}
     marks = [mark for mark, header in headers.items() if len(header) > 1]
+    if len(marks) > 1:  # a mark inside of quotes leaves one of them in a cell
+        marks = [mark for mark in marks if all(cell.count('"') % 2 == 0 for cell in headers[mark])] or marks
     if len(marks) > 1:
         raise UnreadableFileError(
             f"{path.name} line 1: its columns could be separated by {' or '.join(map(repr, marks))}; put the names in "
