@@ -119,6 +119,12 @@ class LocalPool(WorkerPool):
 
     def __init__(self, workers: int, runs: Path, threads: int = 1, devices: int = 0) -> None:
         super().__init__(workers, runs, threads, devices)
+        named = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if named is not None and len(list(filter(None, named.split(",")))) < workers * devices:
+            raise DeltuneError(
+                f"{workers * devices} accelerators are asked for, and CUDA_VISIBLE_DEVICES names {named!r}: name as "
+                "many there, or give fewer by --devices"
+            )
         self._context: Any = multiprocessing.get_context("spawn")
         if sys.platform == "linux" and not torch.accelerator.is_available():
             self._context = multiprocessing.get_context("forkserver")
