@@ -127,7 +127,7 @@ def test_each_worker_sees_its_own_accelerators(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     assert pool.environment(1)["CUDA_VISIBLE_DEVICES"] == "6"
     assert LocalPool(2, tmp_path).environment(1)["CUDA_VISIBLE_DEVICES"] == "4,6"
-    with pytest.raises(deltune.DeltuneError, match="4 accelerators are asked for, and CUDA_VISIBLE_DEVICES names '4,6'"):
+    with pytest.raises(deltune.DeltuneError, match=r"4 accelerators .* CUDA_VISIBLE_DEVICES names '4,6'"):
         LocalPool(2, tmp_path, devices=2)  # the second worker would see none, and train on the processor
 
 
