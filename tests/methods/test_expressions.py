@@ -160,7 +160,8 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "xlora": {
         "number": st.integers(3, 5), "rank": RANKS, "depth": st.integers(1, 3), "width": RANKS, "top_k": st.none() |
         st.integers(1, 3), "by_place": st.booleans(), "softmax": st.booleans(), "softmax_top_k": st.booleans(),
-        "temperature": st.floats(0.01, 2), "dropout": st.floats(0, 0.9), "first": NUMBERS, "scale": NUMBERS, **FIELD,
+        "temperature": st.floats(0.01, 2), "dropout": st.floats(0, 0.9), "first": NUMBERS, "scale": NUMBERS,
+        "frozen": st.booleans(), **FIELD,
     },
     "ladder": {"width": st.just(8), "heads": st.sampled_from([1, 2, 4]), "temperature": st.floats(0.01, 2)},
     "poly": {"rank": RANKS, "tasks": RANKS, "skills": RANKS, "splits": st.just(1), **FIELD},

@@ -231,9 +231,9 @@ def test_a_folder_in_the_place_of_a_file_is_refused(name: str, folders: Folders,
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('{"prediction": "fruit"}', "line 1 is not as deltune wrote it: reference: field required"),
-        ('{"prediction": ["fruit"], "reference": "tool"}', "line 1: .* is no label of this run"),
-        ('{"prediction": "nut", "reference": "tool"}', "line 1: 'nut' is no label of this run"),
+        ('{"id": "row-1", "prediction": "fruit"}', "line 1 is not as deltune wrote it: reference: field required"),
+        ('{"id": "row-1", "prediction": ["fruit"], "reference": "tool"}', "line 1: .* is no label of this run"),
+        ('{"id": "row-1", "prediction": "nut", "reference": "tool"}', "line 1: 'nut' is no label of this run"),
         ("[" * 10**6, "nested too deeply"),
         ('{"prediction": 1, "prediction": 2}', "occurs twice"),
         ("3", "not a JSON object"),
