@@ -290,8 +290,10 @@ def _train(
 
         meter = LoadMeter()
         from ..train import run as training
+        from ..train.trainer import watch_interrupts
 
         set_threads(meter, None if fresh else RunFolder(folder))
+        watch_interrupts()
         try:
             return training.train(
                 config,

@@ -1,6 +1,7 @@
 """transformers' Trainer with checkpoints of the delta alone, exact step losses, and the run's log and progress bar.
 
-`RunState` is the state of the run under way: what it works with, the best delta so far, patience and time.
+`RunState` is the state of the run under way: what it works with, the best delta so far, patience and time. An interrupt
+(Ctrl-C) that a library's callback catches is raised again at the next step.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +57,39 @@ SHOWN_ANSWERS = 4
 """Conversations of a split that a model answers for its report."""
 
 logger = logging.getLogger("deltune")
+
+_interrupted = threading.Event()
+
+
+def watch_interrupts() -> None:
+    """Install a signal handler that remembers interrupts.
+
+    Nothing is done outside of the main thread, or where another handler than Python's own is installed.
+    """
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is (
+        signal.default_int_handler
+    ):
+        signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _report_unraisable
+
+
+def raise_if_interrupted() -> None:
+    """Raise KeyboardInterrupt if an interrupt came since the last call."""
+    if _interrupted.is_set():
+        _interrupted.clear()
+        raise KeyboardInterrupt
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _interrupted.set()
+    raise KeyboardInterrupt
+
+
+def _report_unraisable(args: sys.UnraisableHookArgs) -> None:
+    # An interrupt that comes in a weak reference's callback or in __del__ cannot leave it. The next step raises it
+    # again, so its traceback would only frighten.
+    if not (args.exc_type is KeyboardInterrupt and _interrupted.is_set()):
+        sys.__unraisablehook__(args)
 
 
 @dataclass
@@ -488,6 +526,7 @@ class ReportCallback(TrainerCallback):
         self.run_state.batches.set_epoch(int(state.epoch or 0))  # the Trainer does not when it skips
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise_if_interrupted()
         self.bar.advance(0)  # here and not after the step before, whose losses are logged later, as is its validation
         self.step_start = time.monotonic()
         # gates may be fixed in this step, which needs all of their values
