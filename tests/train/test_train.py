@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from deltune.train.records import Best
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
 from deltune.train.setup import ModelCache
-from deltune.train.trainer import DeltaTrainer
+from deltune.train.trainer import DeltaTrainer, raise_if_interrupted, watch_interrupts
 from processes import Started, deltune
 
 TIMES = ("seconds", "cpu_seconds", "seconds_left", "tokens_per_second", "memory")
@@ -333,6 +335,42 @@ def test_ctrl_c_leaves_a_run_that_goes_on(root: Path, tmp_path: Path) -> None:
     assert started.interrupt() == 130
     assert "run the same command again" in started.printed and "Traceback" not in started.printed
     assert run.exists and not run.finished
+
+
+def swallow_an_interrupt() -> None:
+    watch_interrupts()
+    with contextlib.suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+    try:
+        raise_if_interrupted()
+    except KeyboardInterrupt:
+        print("again")
+    raise_if_interrupted()
+
+
+class Interrupting:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_where_python_ignores_it() -> None:
+    watch_interrupts()
+    Interrupting()
+    try:
+        raise_if_interrupted()
+    except KeyboardInterrupt:
+        print("again")
+
+
+def test_an_interrupt_that_is_swallowed_comes_again(tmp_path: Path) -> None:
+    """As in a callback of a library that ignores every exception."""
+    started = Started(swallow_an_interrupt, tmp_path / "output")
+    assert started.wait() == 0 and started.printed == "again\n"
+
+
+def test_an_interrupt_that_python_ignores_comes_again_without_a_traceback(tmp_path: Path) -> None:
+    started = Started(interrupt_where_python_ignores_it, tmp_path / "output")
+    assert started.wait() == 0 and started.printed == "again\n"
 
 
 def test_a_checkpoint_holds_the_delta_alone(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
