@@ -69,8 +69,9 @@ def deltas(family: str, role: str, all_methods: bool = False) -> Deltas:
     folder = Path(_folders().name) / f"{family}-{role}-{all_methods}"
     made: dict[str, str] = {}
     for number, text in enumerate(METHODS if all_methods else FEW):
-        chosen = {part.positions for part in deltune.parse(text).parts if isinstance(part, Modification)}
-        if role in ("causal", "seq2seq") and chosen - {"all"}:  # which a server that generates refuses
+        parts = [part for part in deltune.parse(text).parts if isinstance(part, Modification)]
+        reads = any(part.positions != "all" or part.form.reads_text or part.form.reads_first_pass for part in parts)
+        if role in ("causal", "seq2seq") and reads:  # which a server that generates refuses
             continue
         labels = {"num_labels": 2 + number % 4} if role in ("sequence", "tokens") else {}
         model = build(FAMILIES[family], role, **labels)

@@ -51,11 +51,11 @@ class Row:
     leaves: Mapping[str, str] = field(default_factory=dict)
     alpha: str = ""  # the option that is the method's scale times its rank
     ranks: tuple[str, ...] = ()  # options that are added to the rank there
-    patterns: tuple[str, ...] = ()  # those of `PATTERNS` that the type has
+    patterns: tuple[str, ...] = ()  # names of `PATTERNS` that the type has
     when: Options = field(default_factory=dict)  # the options by which it is this method and no other of the type
     # tensors that places share, with their names in a file of PEFT. A file may lack what a seed gives.
     shared: Mapping[str, str] = field(default_factory=dict)
-    copies: Mapping[str, str] = field(default_factory=dict)  # those of them that a file has once more for every module
+    copies: Mapping[str, str] = field(default_factory=dict)  # names of tensors that a file repeats for every module
     lookup: Mapping[str, str] = field(default_factory=dict)  # the leaves where the module is an embedding
     # the tensors with a row for each output, where the parts of a fused projection can stand apart
     outputs: tuple[str, ...] = ()

@@ -287,4 +287,4 @@ OWN_CLAIMS: Mapping[str, tuple[Claim, ...]] = {
               AllOf(tuple(Beats(HERE, BY_PEFT, 1.0, measurement=cost) for cost in (SECONDS, PEAK)))),
     ),
 }  # fmt: skip
-"""What they are to decide, registered before their runs."""
+"""Study -> its claims, registered before its runs; those of own/policies after the first task was done."""

@@ -57,7 +57,7 @@ class Grid:
         return SHARE * self.steps * len(self.curves)
 
     def trained(self, runs: Sequence[RunKey]) -> tuple[RunKey, int]:
-        """Train runs to their end, and pick the one that validated best; of equals the first."""
+        """Train runs to their end, and pick the run that validated best, the first of equal ones."""
         return self.ranked(runs)[0], sum(self.curves[run][-1][0] for run in runs)
 
     def ranked(self, runs: Sequence[RunKey], until: float = math.inf) -> list[RunKey]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlainRun:
-    """What a run by transformers' Trainer reached, and what it cost.
+    """The scores and the costs of a run by transformers' Trainer.
 
     Attributes:
         results: The answers to validation and test, and their scores.

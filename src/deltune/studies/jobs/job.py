@@ -109,7 +109,7 @@ class RunResult(TypedDict):
 
 
 class TrainerResult(TypedDict):
-    """The result of a job that trains by transformers' Trainer, as of a run; `seconds` are those of its training."""
+    """The result of a job that trains by transformers' Trainer, as of a run; `seconds` is the time of its training."""
 
     scores: Mapping[str, float]
     examples: Mapping[str, Sequence[float]]

@@ -65,7 +65,7 @@ class DataFile:
         return f"{self.name} {self.unit} {number}"
 
     def row_ids(self, prefix: str = "") -> Iterator[str]:
-        """Return the ids of the rows: those of the column `id` where all differ, or else their numbers from 1.
+        """Return the ids of the rows: the column `id` where all its values differ, else the rows' numbers from 1.
 
         Neither the header of a table nor blank lines count.
         """
