@@ -463,7 +463,7 @@ def test_print_config(deltune: Command, tmp_path: Path) -> None:
         assert set(kind.model_fields) == {*fields, *(unset.keys() & kind.model_fields)}
         assert not any(value in (None, [], {}) for value in fields.values())
     assert "layernorm" in values["method"]["expression"]
-    assert "0.02 for 50 steps or fewer, down to 0.01 for 5,000" in unset["lr"], "a run knows its steps, and the rate"
+    assert "0.02 for 320 steps or fewer, down to 0.01 for 5,000" in unset["lr"], "a run knows its steps, and the rate"
     assert values["generation"]["template"] == "{source}" and values["data"]["columns"] == ["text", "label"]
     file.write_text(result.out)
     assert deltune("train", file, "--print-config").out == result.out

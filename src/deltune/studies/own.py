@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
-from ..methods.registry import parse
+from ..methods.registry import default_learning_rate, parse
 from ..train import RunConfig
 from .claims.claims import AllOf, Beats, Claim, Rises, Within
 from .claims.comparisons import Measurement, Number
@@ -75,30 +75,48 @@ LONG: dict[str, Any] = {"steps": 320, "validate_every": 40}
 
 
 def _plan(
-    setup: StudySetup, name: str, model: str, task: str, methods: Mapping[str, str], options: Mapping[str, Any]
-) -> CellPlan:
+    setup: StudySetup, name: str, model: str, task: str, methods: Mapping[str, str], options: Mapping[str, Any],
+    **labels: str,
+) -> CellPlan:  # fmt: skip
     rows = SLICES.get(task, SLICES["sentences"])
-    variants = method_variants(methods)
+    variants = method_variants(methods, **labels)
     ladder: Literal["choose", "grid"] = "grid" if name == "own/choose" else "choose"
     return cross_product(setup, name, {model: model}, (task,), variants, {**rows, **options}, SEEDS, ladder=ladder)
 
 
 def defaults(setup: StudySetup) -> Study:
-    """Return the study of the default learning rates: each method's best rate on five tasks."""
+    """Return the study of the default learning rates: each method's default beside its best rate, on five tasks."""
     plans = []
+
+    def add(model: str, task: str, methods: Mapping[str, str], options: Mapping[str, Any], steps: int) -> None:
+        plans.append(_plan(setup, "own/defaults", model, task, methods, options, rate="best"))
+        at_default = [
+            Variant(
+                {"method": label, "rate": "default"}, {"method": method, "lr": default_learning_rate(method, steps)}
+            )
+            for label, method in methods.items()
+        ]
+        rows = {**SLICES.get(task, SLICES["sentences"]), **options}
+        plans.append(cross_product(setup, "own/defaults", {model: model}, (task,), at_default, rows, floors=False))
+
     for task, model in (("sst2", ENCODER), ("conll04", ENCODER), ("g2p_us_to_gb", BART)):
         sized = {label: sizes[model == BART] for label, sizes in SIZES.items()}
         labels = [label for label in (*DEFAULTS, "lora, all linears") if model != BART or label != "head"]
-        methods = {label: sized.get(label, label) for label in labels}
-        plans.append(_plan(setup, "own/defaults", model, task, methods, LONG))
-    for task in ("tickets", "sick"):
-        methods = {label: label for label in DEFAULTS}
-        plans.append(_plan(setup, "own/defaults", BUNDLED_MODEL, task, methods, {"epochs": 3, "pooling": "mean"}))
+        add(model, task, {label: sized.get(label, label) for label in labels}, LONG, LONG["steps"])
+    for task, steps in (("tickets", 39), ("sick", 96)):
+        add(BUNDLED_MODEL, task, {label: label for label in DEFAULTS}, {"epochs": 3, "pooling": "mean"}, steps)
     return Study(
         "own/defaults",
         OWN_QUESTIONS["own/defaults"],
         join_plans(*plans),
-        (TableSpec(title="Scores at the best rate", rows="method", columns=("task",), metric=METRIC),),
+        (
+            TableSpec(
+                title="Scores at the default rate and at the best",
+                rows="method",
+                columns=("task", "rate"),
+                metric=METRIC,
+            ),
+        ),
         METRIC,
         "Every method starts from the rates 1e-3, 3e-3, 1e-2 and 3e-2 under the first seed. While its best rate is the "
         "lowest or the highest that was tried, the next one is tried too; the best two go on to the other seeds.",
