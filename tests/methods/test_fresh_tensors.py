@@ -30,6 +30,11 @@ DRAWN: dict[str, dict[str, float | tuple[str, float]]] = {
     "ia3": {"gain": 1.0},
     "three_vectors": {"gain": 1.0, "bias": 0.0},
     "ssf": {"gain": 1.0, "vector": 0.0},
+    "ladder(width=8, heads=2)": {
+        "attention_norm": 1.0, "ffn_norm": 1.0, "last_norm": 1.0, "alpha": 0.0, "up": 0.0,
+        "first": ("uniform", 32**-0.5), "down": ("uniform", 32**-0.5), "projections": ("uniform", 8**-0.5),
+        "widen": ("uniform", 8**-0.5), "narrow": ("uniform", 32**-0.5),
+    },
 }  # fmt: skip
 """Method -> our tensors: a constant, or the standard deviation of a normal or the bound of a uniform distribution."""
 
