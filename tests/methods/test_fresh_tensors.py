@@ -30,6 +30,8 @@ DRAWN: dict[str, dict[str, float | tuple[str, float]]] = {
     "ia3": {"gain": 1.0},
     "three_vectors": {"gain": 1.0, "bias": 0.0},
     "ssf": {"gain": 1.0, "vector": 0.0},
+    "vblora(rank=4, vectors=10, length=8)": {"bank": ("uniform", 0.02)},
+    "unilora(rank=4, length=50)": {"theta": ("uniform", 0.02)},
     "ladder(width=8, heads=2)": {
         "attention_norm": 1.0, "ffn_norm": 1.0, "last_norm": 1.0, "alpha": 0.0, "up": 0.0,
         "first": ("uniform", 32**-0.5), "down": ("uniform", 32**-0.5), "projections": ("uniform", 8**-0.5),
