@@ -21,7 +21,9 @@ from .policies import DEFAULT_RATE, FOUR_RATES, GRID_BEST, SEARCHES, replayed
 from .report.figure_spec import Scatter, TableSpec, ViewSpec
 from .scales import (
     BUNDLED_MODEL,
+    LONG,
     SEEDS,
+    SLICES,
     StudySetup,
     Variant,
     cross_product,
@@ -59,20 +61,6 @@ DEFAULTS = (
 )  # fmt: skip
 """The methods whose default rates are measured: the papers' methods, and some of each kind from the field."""
 
-SLICES: Mapping[str, dict[str, Any]] = {
-    "sentences": {"max_train_rows": 3400, "validation_rows": 800, "test_rows": 1500, "max_length": 64},
-    "g2p_us_to_gb": {
-        "max_train_rows": 3400, "validation_rows": 400, "test_rows": 1000, "max_length": 32, "target_length": 32,
-    },
-    "conll04": {"max_length": 64},
-    "sick": {"max_train_rows": 1000, "validation_rows": 495, "test_rows": 1000, "max_length": 64},
-    "tickets": {},
-}  # fmt: skip
-"""Task, or sentences for all others -> the rows that are read."""
-
-LONG: dict[str, Any] = {"steps": 320, "validate_every": 40}
-"""The runs on small models: the pilot's length, validated after each eighth."""
-
 
 def _plan(
     setup: StudySetup, name: str, model: str, task: str, methods: Mapping[str, str], options: Mapping[str, Any],
@@ -104,7 +92,7 @@ def defaults(setup: StudySetup) -> Study:
         labels = [label for label in (*DEFAULTS, "lora, all linears") if model != BART or label != "head"]
         add(model, task, {label: sized.get(label, label) for label in labels}, LONG, LONG["steps"])
     for task, steps in (("tickets", 39), ("sick", 96)):
-        add(BUNDLED_MODEL, task, {label: label for label in DEFAULTS}, {"epochs": 3, "pooling": "mean"}, steps)
+        add(BUNDLED_MODEL, task, {label: label for label in DEFAULTS}, {"epochs": 3}, steps)
     return Study(
         "own/defaults",
         OWN_QUESTIONS["own/defaults"],
