@@ -17,8 +17,8 @@ from .claims.claims import AllOf, Beats, Claim, Rises, Within
 from .claims.comparisons import Measurement, Number
 from .claims.selectors import EVERY
 from .jobs.job import Job, Outcome, Roots, trainer_job
-from .policies import CHOOSE, DEFAULT_RATE, FOUR_RATES, GRID_BEST, SEARCHES, replayed
-from .report.figure_spec import Scatter, TableSpec, ViewSpec
+from .policies import CHOOSE, DEFAULT_RATE, FIRST, FOUR_RATES, GRID_BEST, SEARCHES, replayed
+from .report.figure_spec import Scatter, TableSpec, VarianceSpec, ViewSpec
 from .scales import (
     BUNDLED_MODEL,
     SEEDS,
@@ -120,9 +120,15 @@ def choose(setup: StudySetup) -> Study:
         "own/choose",
         OWN_QUESTIONS["own/choose"],
         join_plans(*plans),
-        (TableSpec(title="Scores", groups="model", rows="method", columns=("task", "rate"), metric=METRIC),),
+        (
+            TableSpec(title="Scores", groups="model", rows="method", columns=("task", "rate"), metric=METRIC),
+            VarianceSpec(
+                title="Where the variance comes from, at the four first rates", where={"rate": FIRST}, metric=METRIC
+            ),
+        ),
         METRIC,
-        "Every rate is run under every seed. Rates beyond the four first ones are tried where the best is at an edge.",
+        "Every rate is run under every seed. Rates beyond the four first ones are tried where the best is at an edge. "
+        "The variance is that of a mixed model with the task as group; models differ in width and depth at once.",
     )
 
 
