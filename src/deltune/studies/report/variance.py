@@ -86,5 +86,5 @@ def variance_parts(frame: pandas.DataFrame, factors: Sequence[str]) -> dict[str,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a part that is zero lies at the boundary of what is possible
         fitted = model.fit(reml=True)
-    found = dict(zip(model.exog_vc.names, map(float, fitted.vcomp), strict=True))
-    return {**{name: found[name] for name in terms}, REST: float(fitted.scale)}
+    variances = dict(zip(model.exog_vc.names, map(float, fitted.vcomp), strict=True))
+    return {**{name: variances[name] for name in terms}, REST: float(fitted.scale)}
