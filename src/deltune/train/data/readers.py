@@ -194,14 +194,14 @@ def _read_csv(path: Path, problems: list[str]) -> RowsRead:
     """Read a table with commas, or what else its header has; a field in quotes may hold it and line ends."""
     csv.field_size_limit(MAX_LINE_LENGTH)  # the default of 128 KiB is less than a long document
     lines = (line for _, line in text_lines(path))
-    begin = next(lines, "")
-    said = re.fullmatch(r'"?sep=(.)"?[\r\n]*', begin)  # the first line of a file of Excel may say what separates
-    *copies, rows = itertools.tee(lines if said else itertools.chain([begin], lines), 1 + len(SEPARATORS))
-    mark = said[1] if said else _separator(path, copies)
+    start = next(lines, "")
+    named = re.fullmatch(r'"?sep=(.)"?[\r\n]*', start)  # the first line of a file of Excel may say what separates
+    *copies, rows = itertools.tee(lines if named else itertools.chain([start], lines), 1 + len(SEPARATORS))
+    mark = named[1] if named else _separator(path, copies)
     del copies  # which would keep every line
     if mark != ",":
         logger.info("%s: its columns are separated by %r", path.name, mark)
-    reader, before = csv.reader(rows, delimiter=mark, strict=True), 1 if said else 0
+    reader, before = csv.reader(rows, delimiter=mark, strict=True), 1 if named else 0
 
     def numbered_cells() -> NumberedCells:
         line = before + 1
