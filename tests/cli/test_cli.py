@@ -619,9 +619,11 @@ def test_everything_wrong_with_a_spec_at_once(deltune: Command, tmp_path: Path) 
 
 
 def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None:
-    for command in (["evaluate"], ["predict", "--text", "a"], ["merge", "--output", tmp_path / "x"]):
+    for command in (["evaluate"], ["report"], ["merge", "--output", tmp_path / "x"]):
         result = deltune(*command, root / "model")
-        assert result.code == 2 and "spec.yaml is missing" in result.err
+        assert result.code == 2 and f"(deltune evaluate {root / 'model'} --data FILE)" in result.err
+    result = deltune("predict", "--text", "a", root / "model")
+    assert result.code == 2 and "a model without a trained head over labels" in result.err
     result = deltune("train", *options(root, output=root / "data"))
     assert result.code == 2 and "is not a RUN folder" in result.err
 
