@@ -159,7 +159,7 @@ _ENTRIES = {
         RegistryEntry(library.supertuning, "PEFT", "0.02 d²", "supertuning(sparsity=0.98)"),
     ),
     "sums: several of them at once": (
-        RegistryEntry(library.mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)", short_rate=3e-3),
+        RegistryEntry(library.mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)"),
         RegistryEntry(library.prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)",
             rate=1e-2, short_rate=2e-2),
         RegistryEntry(library.unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d",

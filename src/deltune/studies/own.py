@@ -89,7 +89,8 @@ def defaults(setup: StudySetup) -> Study:
 
     for task, model in (("sst2", ENCODER), ("conll04", ENCODER), ("g2p_us_to_gb", BART)):
         sized = {label: sizes[model == BART] for label, sizes in SIZES.items()}
-        labels = [label for label in (*DEFAULTS, "lora, all linears") if model != BART or label != "head"]
+        without = ("head", "prompt", "three_vectors") if model == BART else ()  # it writes, and has 32 positions
+        labels = [label for label in (*DEFAULTS, "lora, all linears") if label not in without]
         add(model, task, {label: sized.get(label, label) for label in labels}, LONG, LONG["steps"])
     for task, steps in (("tickets", 39), ("sick", 96)):
         add(BUNDLED_MODEL, task, {label: label for label in DEFAULTS}, {"epochs": 3}, steps)
