@@ -35,7 +35,7 @@ from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 DEFAULT_RATE, DEFAULT_SHORT_RATE = 1e-3, 1e-2
 """The learning rates of methods that have none of their own, in long and in short runs."""
 SHORT_STEPS, LONG_STEPS = 320, 5000
-"""Short runs have at most so many steps, as those of own/defaults have; long ones have at least so many."""
+"""The most steps of a short run, which the study own/defaults measured, and the fewest steps of a long run."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ FILES = (
     FACTS, NUMBERS, f"delta/{FACTS}", f"delta/{NUMBERS}", CONFIG_FILE, *peft_read.WEIGHT_FILES,
     *adapterhub.WEIGHT_FILES, adapterhub.HEAD_CONFIG, *adapterhub.HEAD_WEIGHTS,
 )  # fmt: skip
-"""The names of all files that are downloaded: those of a delta, also beside a model that a Trainer pushed, and those of
-a folder of PEFT or AdapterHub."""
+"""The names of all files that are downloaded: files of a delta, also beside a model that a Trainer pushed, and files of
+a PEFT or AdapterHub folder."""
 
 
 def names_repository(folder: object) -> bool:

@@ -7,7 +7,7 @@ where their cells are the same, since a job is found by what it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -63,13 +63,11 @@ DEFAULTS = (
 
 
 def _plan(
-    setup: StudySetup, name: str, model: str, task: str, methods: Mapping[str, str], options: Mapping[str, Any],
-    **labels: str,
+    setup: StudySetup, name: str, model: str, task: str, variants: Sequence[Variant], options: Mapping[str, Any],
+    ladder: Literal["steps", "choose", "grid"],
 ) -> CellPlan:  # fmt: skip
-    rows = SLICES.get(task, SLICES["sentences"])
-    variants = method_variants(methods, **labels)
-    ladder: Literal["choose", "grid"] = "grid" if name == "own/choose" else "choose"
-    return cross_product(setup, name, {model: model}, (task,), variants, {**rows, **options}, SEEDS, ladder=ladder)
+    rows = {**SLICES.get(task, SLICES["sentences"]), **options}
+    return cross_product(setup, name, {model: model}, (task,), variants, rows, SEEDS, ladder=ladder, floors=False)
 
 
 def defaults(setup: StudySetup) -> Study:
@@ -77,15 +75,13 @@ def defaults(setup: StudySetup) -> Study:
     plans = []
 
     def add(model: str, task: str, methods: Mapping[str, str], options: Mapping[str, Any], steps: int) -> None:
-        plans.append(_plan(setup, "own/defaults", model, task, methods, options, rate="best"))
-        at_default = [
-            Variant(
-                {"method": label, "rate": "default"}, {"method": method, "lr": default_learning_rate(method, steps)}
-            )
-            for label, method in methods.items()
+        best = method_variants(methods, rate="best")
+        default = [
+            Variant({**one.labels, "rate": "default"}, {**one.values, "lr": default_learning_rate(method, steps)})
+            for one, method in zip(best, methods.values(), strict=True)
         ]
-        rows = {**SLICES.get(task, SLICES["sentences"]), **options}
-        plans.append(cross_product(setup, "own/defaults", {model: model}, (task,), at_default, rows, floors=False))
+        plans.append(_plan(setup, "own/defaults", model, task, best, options, "choose"))
+        plans.append(_plan(setup, "own/defaults", model, task, default, options, "steps"))
 
     for task, model in (("sst2", ENCODER), ("conll04", ENCODER), ("g2p_us_to_gb", BART)):
         sized = {label: sizes[model == BART] for label, sizes in SIZES.items()}
@@ -94,18 +90,13 @@ def defaults(setup: StudySetup) -> Study:
         add(model, task, {label: sized.get(label, label) for label in labels}, LONG, LONG["steps"])
     for task, steps in (("tickets", 39), ("sick", 96)):
         add(BUNDLED_MODEL, task, {label: label for label in DEFAULTS}, {"epochs": 3}, steps)
+    table = TableSpec(title="Scores at the default rate and at the best", rows="method", columns=("task", "rate"),
+                      metric=METRIC)  # fmt: skip
     return Study(
         "own/defaults",
         OWN_QUESTIONS["own/defaults"],
         join_plans(*plans),
-        (
-            TableSpec(
-                title="Scores at the default rate and at the best",
-                rows="method",
-                columns=("task", "rate"),
-                metric=METRIC,
-            ),
-        ),
+        (table,),
         METRIC,
         "Every method starts from the rates 1e-3, 3e-3, 1e-2 and 3e-2 under the first seed. While its best rate is the "
         "lowest or the highest that was tried, the next one is tried too; the best two go on to the other seeds.",
@@ -119,7 +110,15 @@ def choose(setup: StudySetup) -> Study:
         "minilm-d192": ("sst2", "conll04"), "minilm-d256": ("sst2", "conll04"),
     }  # fmt: skip
     plans = [
-        _plan(setup, "own/choose", model, task, {label: sizes[model == BART] for label, sizes in SIZES.items()}, LONG)
+        _plan(
+            setup,
+            "own/choose",
+            model,
+            task,
+            method_variants({label: sizes[model == BART] for label, sizes in SIZES.items()}),
+            LONG,
+            "grid",
+        )
         for model, of_model in tasks.items()
         for task in of_model
     ]
@@ -135,7 +134,7 @@ def choose(setup: StudySetup) -> Study:
         ),
         METRIC,
         "Every rate is run under every seed. Rates beyond the four first ones are tried where the best is at an edge. "
-        "The variance is that of a mixed model with the task as group; models differ in width and depth at once.",
+        "A mixed model with the task as group divides the variance; models differ in width and depth at once.",
     )
 
 
@@ -306,5 +305,5 @@ OWN_CLAIMS: Mapping[str, tuple[Claim, ...]] = {
               AllOf(tuple(Beats(HERE, BY_PEFT, 1.0, measurement=cost) for cost in (SECONDS, PEAK)))),
     ),
 }  # fmt: skip
-"""Study -> its claims, registered before its runs; those of own/policies after the first task was done, and that
-of `deltune choose` after three."""
+"""Study -> its claims. They were registered before any run of the study; the claims of own/policies after one task was
+done, and the claim about `deltune choose` after three tasks."""

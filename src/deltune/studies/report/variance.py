@@ -64,7 +64,7 @@ def build_variance_table(view: VarianceSpec, outcomes: Iterable[Outcome]) -> Tab
 
 
 def _parts(frame: pandas.DataFrame, factors: Sequence[str]) -> dict[str, float]:
-    """Return the parts of the variance, and that of methods where each has the rate at which it validates best."""
+    """Return the parts of the variance, and the variance of methods at the rates at which they validate best."""
     best = frame.loc[frame.groupby(["model", "task", "method", SEED])["quality"].idxmax()]
     return {**variance_parts(frame, factors), TUNED: variance_parts(best, ["method"])["method"]}
 
@@ -73,7 +73,7 @@ def variance_parts(frame: pandas.DataFrame, factors: Sequence[str]) -> dict[str,
     """Return the variance of scores by factor, by each pair of factors, by seed, and the rest, by REML.
 
     Each task has a mean of its own and is a group: within it the effects of a factor's labels are drawn from a normal
-    distribution, whose variance is that of the factor. Models are a factor where a task has several.
+    distribution, and its variance is the factor's. Models are a factor where a task has several.
     """
     import statsmodels.formula.api as formulas
 

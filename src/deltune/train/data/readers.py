@@ -218,7 +218,7 @@ def _read_csv(path: Path, problems: list[str]) -> RowsRead:
 
 
 SEPARATORS = ",;\t|"
-"""What may separate the columns of a CSV."""
+"""The characters that may separate the columns of a CSV file."""
 
 
 def _separator(path: Path, copies: Sequence[Iterator[str]]) -> str:
