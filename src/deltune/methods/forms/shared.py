@@ -11,7 +11,6 @@ from ..parser import Share, Size
 from .base import (
     BeforeUp,
     FactorForm,
-    Form,
     Place,
     Shapes,
     Specs,
