@@ -1,6 +1,6 @@
 """The other sides of a whole run on chats: PEFT with Trainer, or with TRL's SFTTrainer and its packing.
 
-    python -m benchmarks.whole_language_peft trainer|trl MODEL DATA OUTPUT --epochs 1 --seed 0
+    python -m benchmarks.whole_language_peft trainer|trl MODEL DATA OUTPUT --epochs 1 --seed 0 --length 256
 
 DATA: a folder of train.jsonl, validation.jsonl, test.jsonl with prompt and completion. The loss of the test rows is
 written to OUTPUT/found.json.
@@ -16,8 +16,8 @@ import transformers
 
 from .whole_peft import begin
 
-LENGTH, RATE, ROWS = 256, 1e-3, 16
-"""Tokens of a row, learning rate and rows of a step, as our side has them."""
+RATE, ROWS = 1e-3, 16
+"""Learning rate and rows of a step, as our side has them."""
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     if options.kind == "trl":
         import trl
 
-        arguments = trl.SFTConfig(**values, max_length=LENGTH, packing=True, eval_packing=False)
+        arguments = trl.SFTConfig(**values, max_length=options.length, packing=True, eval_packing=False)
         trainer = trl.SFTTrainer(
             model, arguments, train_dataset=data["train"], eval_dataset=data["validation"],
             processing_class=tokenizer, peft_config=lora,
@@ -50,8 +50,8 @@ def main() -> None:
         def encode(row: dict[str, str]) -> dict[str, Any]:
             prompt = tokenizer(row["prompt"])["input_ids"]
             answer = tokenizer(row["completion"] + tokenizer.eos_token, add_special_tokens=False)["input_ids"]
-            ids = (prompt + answer)[:LENGTH]
-            return {"input_ids": ids, "labels": ([-100] * len(prompt) + answer)[:LENGTH]}
+            ids = (prompt + answer)[: options.length]
+            return {"input_ids": ids, "labels": ([-100] * len(prompt) + answer)[: options.length]}
 
         encoded = data.map(encode, remove_columns=["prompt", "completion"])
         trainer = transformers.Trainer(

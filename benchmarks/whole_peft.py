@@ -30,6 +30,7 @@ def begin(description: str | None, epochs: int, kinds: Sequence[str] = ()) -> tu
     parser.add_argument("output", type=Path)
     parser.add_argument("--epochs", type=int, default=epochs)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--length", type=int, default=128, help="the most tokens of a row")
     options = parser.parse_args()
     transformers.set_seed(options.seed)
     files = {split: str(options.data / f"{split}.jsonl") for split in ("train", "validation", "test")}
@@ -42,7 +43,7 @@ def main() -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(options.model)
 
     def encode(rows: dict[str, Any]) -> Any:
-        return tokenizer(*(rows[name] for name in texts), truncation=True, max_length=128)
+        return tokenizer(*(rows[name] for name in texts), truncation=True, max_length=options.length)
 
     data = data.map(encode, batched=True, remove_columns=texts)
     labels = len(set(data["train"]["label"]))

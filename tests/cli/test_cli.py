@@ -463,7 +463,7 @@ def test_print_config(deltune: Command, tmp_path: Path) -> None:
         assert set(kind.model_fields) == {*fields, *(unset.keys() & kind.model_fields)}
         assert not any(value in (None, [], {}) for value in fields.values())
     assert "layernorm" in values["method"]["expression"]
-    assert "0.02 for 50 steps or fewer, down to 0.01 for 5,000" in unset["lr"], "a run knows its steps, and the rate"
+    assert "0.02 for 320 steps or fewer, down to 0.01 for 5,000" in unset["lr"], "a run knows its steps, and the rate"
     assert values["generation"]["template"] == "{source}" and values["data"]["columns"] == ["text", "label"]
     file.write_text(result.out)
     assert deltune("train", file, "--print-config").out == result.out
@@ -619,9 +619,11 @@ def test_everything_wrong_with_a_spec_at_once(deltune: Command, tmp_path: Path) 
 
 
 def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None:
-    for command in (["evaluate"], ["predict", "--text", "a"], ["merge", "--output", tmp_path / "x"]):
+    for command in (["evaluate"], ["report"], ["merge", "--output", tmp_path / "x"]):
         result = deltune(*command, root / "model")
-        assert result.code == 2 and "spec.yaml is missing" in result.err
+        assert result.code == 2 and f"(deltune evaluate {root / 'model'} --data FILE)" in result.err
+    result = deltune("predict", "--text", "a", root / "model")
+    assert result.code == 2 and "a model without a trained head over labels" in result.err
     result = deltune("train", *options(root, output=root / "data"))
     assert result.code == 2 and "is not a RUN folder" in result.err
 

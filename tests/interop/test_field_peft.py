@@ -7,6 +7,7 @@ PEFT's own mistakes are said where a row leaves a gradient out.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -230,10 +231,14 @@ cells = pytest.mark.parametrize(
 )
 
 
+def fresh_of_peft(model: PreTrainedModel, row: Row, family: str) -> Any:
+    torch.manual_seed(3)
+    return peft.get_peft_model(copy.deepcopy(model), row.config(TARGETS[family])).eval()
+
+
 def peft_of(model: PreTrainedModel, row: Row, family: str) -> Any:
     """PEFT's model with every parameter moved, in a copy."""
-    torch.manual_seed(3)
-    made = peft.get_peft_model(copy.deepcopy(model), row.config(TARGETS[family])).eval()
+    made = fresh_of_peft(model, row, family)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if parameter.requires_grad and "ranknum" not in name:  # which AdaLoRA trains, and divides by
@@ -241,19 +246,24 @@ def peft_of(model: PreTrainedModel, row: Row, family: str) -> Any:
     return made
 
 
-def copied(tuned: deltune.Tuned, made: Any, row: Row) -> Iterator[tuple[torch.Tensor, Parts]]:
-    """Copy PEFT's tensors into ours, and return those that are trained in pairs."""
+def paired(tuned: deltune.Tuned, made: Any, row: Row) -> Iterator[tuple[str, torch.Tensor, Parts]]:
+    """Our tensors by name, with PEFT's."""
     for edit in tuned.delta().all_edits():
         assert isinstance(edit, Edit) and edit.place.linear is not None
         layer = made.base_model.model.get_submodule(edit.place.linear.path)
         tensors = edit.own_tensors() | {name: table.own_tensors()[name] for name, (table, _) in edit.shared.items()}
         for name, value in row.values(layer).items():
             if name in tensors:
-                parts = value if isinstance(value, Parts) else Parts([value], lambda one: one[0])
-                with torch.no_grad():
-                    tensors[name].copy_(parts.join(parts.parts).reshape(tensors[name].shape))
-                if parts.parts[0].requires_grad:
-                    yield tensors[name], parts
+                yield name, tensors[name], value if isinstance(value, Parts) else Parts([value], lambda one: one[0])
+
+
+def copied(tuned: deltune.Tuned, made: Any, row: Row) -> Iterator[tuple[torch.Tensor, Parts]]:
+    """Copy PEFT's tensors into ours, and return those that are trained in pairs."""
+    for _, tensor, parts in paired(tuned, made, row):
+        with torch.no_grad():
+            tensor.copy_(parts.join(parts.parts).reshape(tensor.shape))
+        if parts.parts[0].requires_grad:
+            yield tensor, parts
 
 
 def answer_of(made: Any, row: Row, inputs: dict[str, Any]) -> torch.Tensor:
@@ -293,6 +303,37 @@ def test_outputs_and_gradients_are_pefts(row: Row, family: str) -> None:
     tolerance = EXACT if exact else ROUNDED
     outputs, gradients = differences(row, family)
     assert outputs < tolerance and (gradients or 0) < 10 * tolerance
+
+
+OTHER_STARTS = {
+    "c3a(block_size=8)": "PEFT draws the kernel, so that its first pass differs from the base model's",
+    "fourierft(frequencies=40, scale=30)": "PEFT draws the spectrum, so that its first pass differs, too",
+}
+"""Methods that begin otherwise than PEFT's, at no change."""
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.method not in OTHER_STARTS], ids=lambda row: row.method)
+def test_fresh_tensors_are_drawn_as_pefts(row: Row) -> None:
+    """What PEFT sets is equal; what it draws has its mean and its standard deviation, over all places together."""
+    family = row.families[0]
+    model = build(FAMILIES[family], row.role, row.dtype)
+    made = fresh_of_peft(model, row, family)
+    torch.manual_seed(4)
+    drawn: dict[str, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}  # by the tensor, which places may share
+    for name, tensor, parts in paired(deltune.attach(model, row.method), made, row):
+        if parts.parts[0].requires_grad:
+            theirs = parts.join(parts.parts).detach()
+            pair = tensor.detach().flatten().double(), theirs.flatten().double()
+            drawn.setdefault(name, {})[id(tensor)] = pair
+    assert drawn
+    for name, pairs in drawn.items():
+        ours, theirs = (torch.cat(both) for both in zip(*pairs.values(), strict=True))
+        if theirs.min() == theirs.max():
+            assert distance(ours, theirs) < ROUNDED, name
+        else:
+            spread, noise = theirs.std(), len(theirs) ** -0.5
+            assert abs(math.log(ours.std() / spread)) < 4 * noise, name  # four standard deviations, where it is normal
+            assert (ours.mean() - theirs.mean()).abs() < 4 * 2**0.5 * noise * spread, name
 
 
 def places(tuned: deltune.Tuned) -> list[tuple[dict[str, torch.Tensor], torch.nn.Linear]]:

@@ -52,6 +52,7 @@ MORE = tuple(
         ("alora(invocation=(26, 46), rank=4, scale=2, at=('query', 'value'))",
          lora(alora_invocation_tokens=[26, 46], task_type="CAUSAL_LM"), ONLY_LLAMA),
         ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", lora(lora_bias=True), {}),
+        ("lora(rank=4, scale=4) + beft(at=('query', 'value'))", lora(lora_bias=True, use_rslora=True), {}),
         ("lora(rank=4, scale=2) + beft(at=('query', 'value'))", lora(bias="lora_only"), ONLY_BERT),
         ("lora(rank=4, scale=2) + bitfit", lora(bias="all"), ONLY_BERT),
         (f"lora(rank=6, scale={8 / (6 + 1e-5)})", lambda t: peft.AdaLoraConfig(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import re
@@ -13,7 +14,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 import deltune
 import hub as stand_in
@@ -37,6 +44,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[stand_in.Hu
         template = running.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("transformers.utils.hub._hf_api", None)  # which keeps the address of its first use
         monkeypatch.setattr(f"{constants}.HF_HUB_DISABLE_XET", True)  # LFS, as with a client that lacks hf_xet
         monkeypatch.setattr(f"{constants}.HF_HUB_DISABLE_PROGRESS_BARS", True)
         monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -191,6 +199,33 @@ def test_what_comes_from_the_hub_is_checked(hub: stand_in.Hub, model: PreTrained
         with pytest.raises(deltune.DeltuneError, match=message):
             deltune.load(fresh := copy.deepcopy(base), f"someone/bad{number}")
         assert "deltune" not in fresh._modules and torch.equal(logits(fresh), logits(base))
+
+
+@pytest.mark.parametrize("method", [METHOD, "prefix(length=2)"])
+def test_a_trainer_pushes_the_delta_beside_what_from_pretrained_reads(
+    hub: stand_in.Hub, model: PreTrainedModel, base: PreTrainedModel, method: str, tmp_path: Path
+) -> None:
+    """Its own push uploads what save_model writes: the merged model where there is one, the delta, and a card."""
+    attached(model, method)
+    outputs = logits(model)
+    arguments = TrainingArguments(str(tmp_path / "out"), hub_model_id="writer/pushed", report_to=[], use_cpu=True)
+    merges = method == METHOD
+    with contextlib.nullcontext() if merges else pytest.warns(UserWarning, match="holds the delta alone"):
+        Trainer(model, arguments).push_to_hub()
+    files = hub.repositories["writer/pushed"].files()
+    assert {"delta/delta.json", "delta/delta.safetensors", "README.md"} <= files.keys()
+    assert ("model.safetensors" in files) is merges
+    (tmp_path / "whole").mkdir()
+    for name, content in files.items():
+        if "/" not in name:
+            (tmp_path / "whole" / name).write_bytes(content)
+    if merges:
+        whole = type(model).from_pretrained(tmp_path / "whole").eval()
+        torch.testing.assert_close(logits(whole), outputs)
+    hub.requests.clear()
+    deltune.load(loaded := copy.deepcopy(base), "writer/pushed")
+    assert torch.equal(logits(loaded), outputs)
+    assert hub.downloaded() == {"delta/delta.json", "delta/delta.safetensors"}
 
 
 def test_offline(

@@ -205,6 +205,7 @@ PACKED: dict[str, dict[str, Any]] = {
     "positions of one of two rows": {
         "input_ids": FIVE.expand(2, -1), "position_ids": torch.cat([RESTARTED, torch.arange(5)[None]]),
     },
+    "two texts of one token": {"input_ids": FIVE[:, :2], "position_ids": torch.tensor([[0, 0]])},
     "a gap": {"position_ids": torch.tensor([[0, 1, 2, 7, 8]])},
     "lengths": {"cu_seq_lens_q": SEQUENCES, "cu_seq_lens_k": SEQUENCES, "max_length_q": 3, "max_length_k": 3},
     "numbers": {"seq_idx": torch.tensor([[0, 0, 0, 1, 1]])},

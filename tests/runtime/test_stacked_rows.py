@@ -23,7 +23,7 @@ from deltune.methods.forms.structured import SVD, FrozenSide, KroneckerBottlenec
 from deltune.methods.forms.weights import DeLoRA
 from deltune.methods.registry import FORMS
 from deltune.methods.schedules import RankSchedule
-from deltune.runtime import stacked_edits
+from deltune.runtime import rows, stacked_edits
 from tables.families import FAMILIES, Family
 from tables.methods import METHODS, Row, cells
 from tables.specimens import batch, build, specimen, stir
@@ -63,6 +63,19 @@ def test_every_method(family: Family, row: Row, most: float, monkeypatch: pytest
     try:
         for names in (["one", None, "one", "other", "two"], ["two", "one", "one", None, None]):
             check(family, tuned, names, batch(model, rows=5))
+    finally:
+        tuned.detach()
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_rows_of_large_batches_are_changed_in_place(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases and norms of consecutive rows have a way of their own in batches larger than those of these tests."""
+    monkeypatch.setattr(rows, "MANY_NUMBERS", 0)
+    model = model_of(FAMILIES[name])
+    tuned = stir(deltune.attach(model, "bitfit", name="one"))
+    stir(deltune.attach(model, "layernorm", name="two"), seed=7)
+    try:
+        check(FAMILIES[name], tuned, ["one", "one", None, "two", "two"], batch(model, rows=5))
     finally:
         tuned.detach()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from deltune.studies import Choice, choose
 from deltune.studies import choosing as module
 from deltune.train import activation_cache
 from deltune.train.run_folder import RunFolder
+from processes import Started, deltune
 
 SPACE = ("lora(rank=?)", "layernorm", "adapter(rank=?)", "layernorm()", "full")
 
@@ -129,6 +132,28 @@ def test_an_interrupted_search_goes_on(root: Path, tmp_path: Path, monkeypatch: 
     assert [runs.count(name) for name in dict.fromkeys(runs)] == [1, 1, 2, *[1] * (len(set(runs)) - 3)]
     whole = call(root, tmp_path / "b", **small)
     assert (choice.method, choice.learning_rate, choice.test) == (whole.method, whole.learning_rate, whole.test)
+
+
+@pytest.mark.slow
+def test_a_killed_search_goes_on(root: Path, tmp_path: Path) -> None:
+    """By SIGKILL while its third candidate trains: the same command then chooses as one that was not killed."""
+
+    def words(output: Path) -> list[str]:
+        settings = [word for pair in ("epochs=2", "batch_size=8", "max_length=16") for word in ("--set", pair)]
+        return ["choose", "--model", str(root / "model"), "--data", str(root / "data"), "--output", str(output),
+                "--budget", "1200", *settings]  # fmt: skip
+
+    killed = tmp_path / "killed"
+    started = Started(deltune, killed, *words(killed))
+    while len(list(killed.glob("runs/*"))) < 3:
+        assert started.running, started.printed
+        time.sleep(0.01)
+    assert started.kill() and not (killed / "choice.json").exists()
+    whole = tmp_path / "whole"
+    for output in (killed, whole):
+        assert CliRunner().invoke(app, words(output)).exit_code == 0
+    one, other = (json.loads((output / "choice.json").read_text()) for output in (killed, whole))
+    assert all(one[name] == other[name] for name in ("method", "learning_rate", "test", "decided"))
 
 
 def refusals(root: Path) -> Iterator[tuple[dict[str, Any], str]]:

@@ -197,6 +197,8 @@ def test_what_was_found_and_where_it_comes_from() -> None:
         "2 runs on 2026-11-21 (the day of 1 is not recorded), 1.0 hours"
     )
     assert provenance([replace(records[0], result=None, error="lost")]) == ""
+    dirty = replace(records[1], result={"environment": {**environment, "commit": "abcdef0123-dirty"}})
+    assert provenance([records[0], dirty]).endswith("abcdef0-dirty (1 run with changes that no commit has, -dirty).")
 
 
 def test_every_commit_is_listed_by_its_number_of_runs() -> None:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 
 import pytest
 
-from deltune.studies.policies import FIRST, SEARCHES, Grid, RunKey, lora_at, successive_halving, tuned
+from deltune.studies.choosing import SPACES
+from deltune.studies.own import SIZES
+from deltune.studies.policies import (
+    FIRST,
+    PLACES,
+    SEARCHES,
+    Grid,
+    RunKey,
+    chosen_from,
+    lora_at,
+    successive_halving,
+    tuned,
+)
 
 METHODS = ("lora", *(f"method {i}" for i in range(12)))
 RUNS = [(method, rate) for method in METHODS for rate in FIRST]
@@ -51,6 +64,28 @@ def test_lora_alone_and_a_method_that_is_taken_for_granted() -> None:
     one = grid(0, lambda run: [order[run]] * 8)
     assert lora_at()(one) == (("lora", "0.01"), 320) and lora_at(*FIRST)(one) == (("lora", "0.03"), 1280)
     assert tuned("method 3")(one) == (("method 3", "0.03"), 1280)
+
+
+def test_the_policy_of_choose_has_the_default_space_of_the_command() -> None:
+    """Each of its expressions is a method of the experiment with its size left open, at as many rates."""
+    expressions, factors = SPACES["lora"]
+    assert [re.sub(r"rank=\d+", "rank=?", SIZES[label][0]) for label in PLACES] == list(expressions)
+    assert len(factors) == len(FIRST)
+
+
+def test_choose_stops_what_falls_behind() -> None:
+    """By Optuna's rule, run by run: of those before it that came as far, a run must be in the better half.
+
+    At constant scores that fall in the order of trying, all but the first stop at an eighth.
+    """
+    methods = METHODS[:4]
+    rates = ["0.01", *(rate for rate in FIRST if rate != "0.01")]
+    tried = [*((method, rates[0]) for method in methods), *((method, r) for method in methods for r in rates[1:])]
+    falling = grid(0, lambda run: [1.0 - (tried.index(run) if run in tried else 0) / 100] * 8)
+    best, steps = chosen_from(methods)(falling)
+    assert best == tried[0] and steps == 320 + 40 * (len(tried) - 1)
+    rising = grid(0, lambda run: [tried.index(run) / 100 if run in tried else 1.0] * 8)
+    assert chosen_from(methods)(rising) == (tried[-1], 320 * len(tried))
 
 
 @pytest.mark.parametrize("label", SEARCHES)

@@ -25,7 +25,7 @@ from deltune.studies.jobs.job import config_of, run_folder
 from deltune.studies.jobs.pool import job_progress, seconds_before
 from deltune.studies.jobs.store import DIRTY, ResultStore, folder_of_runs
 from deltune.studies.papers.registry import ALL_STUDIES
-from deltune.studies.study import select_cells, study_from_file
+from deltune.studies.study import PlannedCell, select_cells, study_from_file
 from deltune.train.run_folder import RunFolder
 from studies.test_engine import study
 
@@ -225,17 +225,28 @@ def test_what_has_begun(place: Path) -> None:
 
 def test_only_some_cells(place: Path) -> None:
     whole = study_from_file(place / "mine.yaml")
-    some = select_cells(whole, ["method=low*", "seed=1"])
+    (some,) = select_cells([whole], ["method=low*", "seed=1"])
     assert [planned.cell["method"] for planned in some.plan_cells({})] == ["low rank"]
     assert len(whole.plan_cells({})) == 6
-    either = select_cells(whole, ["method=low*", "method=norms", "seed=1"])
+    (either,) = select_cells([whole], ["method=low*", "method=norms", "seed=1"])
     assert [planned.cell["method"] for planned in either.plan_cells({})] == ["norms", "low rank"]
     with pytest.raises(DeltuneError, match="Did you mean 'method'"):
-        select_cells(whole, ["methods=x"])
+        select_cells([whole], ["methods=x"])
     with pytest.raises(DeltuneError, match="Did you mean 'norms'"):
-        select_cells(whole, ["method=nroms"])
+        select_cells([whole], ["method=nroms"])
     assert "no folder" in deltune("run", place / "mine.yaml", "--data-root", place / "nowhere", code=2).stderr
     assert "unknown axis" in deltune("run", place / "mine.yaml", "--only", "methods=x", code=2).stderr
+
+
+def test_rows_of_several_studies(place: Path) -> None:
+    """Each pattern is one of any study; studies without such a cell are left out, as those without floors are."""
+    whole = study_from_file(place / "mine.yaml")
+    floors = replace(whole, name="floors", plan_cells=lambda _: [PlannedCell({"floor": "head", "seed": 0}, None)])
+    (kept,) = select_cells([whole, floors], ["floor=head", "floor=h*"])
+    assert kept.name == "floors" and len(kept.plan_cells({})) == 1
+    assert [one.name for one in select_cells([whole, floors], ["seed=0"])] == ["tiny", "floors"]
+    with pytest.raises(DeltuneError, match="unknown floor 'probe' in these studies"):
+        select_cells([whole, floors], ["floor=head", "floor=probe"])
 
 
 def test_a_report_on_some_cells(place: Path) -> None:

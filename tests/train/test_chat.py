@@ -86,6 +86,7 @@ def test_answers_stop_where_training_stopped(base: Path, run: Path, tmp_path: Pa
     assert chat.messages == [{"role": "system", "content": "Be brief."}]
     merge_run(run, tmp_path / "merged")
     assert set(GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id) == {END, TURN}
+    assert generate(str(tmp_path / "merged"), ["Is it?"], 20) == ["yes"]
     export_run(run, tmp_path / "peft")
     for folder in ("merged", "peft"):
         assert AutoTokenizer.from_pretrained(tmp_path / folder).chat_template == TEMPLATE

@@ -165,6 +165,7 @@ def test_a_run_begins_with_an_adapter_of_peft(places: Path, tmp_path: Path, capl
     spec = tiny.spec(tmp_path, model=base, method=method_at_end(places / "peft", base), steps=1, lr=1e-12)
     train(spec.replace(init_from=str(places / "peft")), tmp_path / "run", report=False)
     assert "the pooler of the model's class, as the delta of --init-from has it (--pooling)" in caplog.text
+    assert f"the head goes on, with labels without names: LABEL_0 is {sorted(tiny.WORDS)[0]}, LABEL_1" in caplog.text
     batch = load_run(tmp_path / "run").tokenizer([row["input"] for row in INPUTS], padding=True, return_tensors="pt")
     with torch.no_grad():
         one, two = (

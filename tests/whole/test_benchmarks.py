@@ -15,7 +15,6 @@ from transformers import LlamaConfig
 import tiny as parts
 from benchmarks import (
     adapterhub,
-    defaults,
     field,
     gpu,
     gpu_laws,
@@ -36,7 +35,6 @@ from benchmarks.peers import FIELD, PAIRS
 from benchmarks.ratios import median_interval, paired_ratio
 from benchmarks.rows import NOT_SLOWER, Row, Target
 from benchmarks.shapes import batch, build, tiny
-from deltune.train.setup import ModelCache
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
@@ -134,9 +132,8 @@ def test_what_was_interrupted_goes_on(tmp_path: Path) -> None:
 
 def test_committed_results_can_be_read() -> None:
     for path in sorted(report.RESULTS.glob("*.json")):
-        if path.name != "defaults.json":
-            read = Report.read(path)
-            assert read.machine["cpu"] and all(read.commits.values()) and read.all_rows(), path
+        read = Report.read(path)
+        assert read.machine["cpu"] and all(read.commits.values()) and read.all_rows(), path
 
 
 # -- tiny runs
@@ -288,23 +285,3 @@ def test_gpu_s_laws_hold_on_a_cpu(family: gpu_laws.Family, precision: str) -> No
     assert not [f"{row.name}: {row.figure} {row.note}" for row in rows if row.passed is False or row.figure is None]
     beside = [row for row in rows if row.name.endswith("beside cpu")]
     assert len(beside) >= len(gpu_laws.METHODS) - 2 and all(row.figure == 0 for row in beside)
-
-
-def test_defaults(tmp_path: Path) -> None:
-    """A run is measured and kept; the table has it, the best other rate, and a star at what is not clearly better."""
-    results = defaults.Results(tmp_path / "defaults.json")
-    values = parts.spec(tmp_path, epochs=1).flat() | {"lr": None}
-    one = defaults.measure(values, ModelCache())
-    assert one.majority == pytest.approx(1 / 3) and one.steps == 6 and one.low <= one.test and one.notes
-    better = replace(one, test=0.9, low=0.8, validation=1.0, lr=0.5)
-    cells = {("tickets", "lora", 1): one, ("tickets", "lora", 3): better, ("cb", "head", 1): better}
-    results.cells = {results.key("minilm", *place): result for place, result in cells.items()}
-    results.write()
-    again = defaults.Results(tmp_path / "defaults.json")
-    assert again.cells == results.cells and defaults.best_known(again.of("minilm", "tickets", "lora")) == better
-    page = tmp_path / "page.md"
-    page.write_text("<!-- bench: defaults -->\n<!-- end -->\n<!-- bench: steps -->\nsteps\n<!-- end -->\n")
-    defaults.write(page, again)
-    text = page.read_text()
-    assert "* (.900 at 0.5) | – |" in text.partition("| `lora` |")[2].partition("\n")[0]
-    assert "| `head` | – | .900 |" in text and "\nsteps\n" in text and not defaults.silent(again)

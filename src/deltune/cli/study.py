@@ -72,8 +72,8 @@ def load_studies(
     if problems:
         raise error_from_problems("these studies do not exist", problems)
     requested = [study_from_file(name, data_root) if name in files else ALL_STUDIES[name](setup) for name in names]
-    selected = [select_cells(study, only or []) for study in requested]
-    if not any(study.plan_cells({}) for study in selected):
+    selected = select_cells(requested, only or [])
+    if not selected:
         raise DeltuneError(
             f"no cell has {' and '.join(only or [])} at once, so there is nothing to run; leave one of them out "
             "(`deltune study show STUDY` lists the axes and their labels)"

@@ -34,8 +34,8 @@ from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
 DEFAULT_RATE, DEFAULT_SHORT_RATE = 1e-3, 1e-2
 """The learning rates of methods that have none of their own, in long and in short runs."""
-SHORT_STEPS, LONG_STEPS = 50, 5000
-"""A run of at most so many steps is a short one, and one of at least so many a long one."""
+SHORT_STEPS, LONG_STEPS = 320, 5000
+"""Short runs have at most so many steps, as those of own/defaults have; long ones have at least so many."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ _ENTRIES = {
         RegistryEntry(library.trainable_tokens, "ours", "d for each token, once",
             "trainable_tokens(tokens=(5, 7)) + lora" ),
         RegistryEntry(library.diff_pruning, "Guo et al. 2021", "share of 4d² + 2dm + 5d + m",
-            "diff_pruning(sparsity=0.01)", rate=5e-5, short_rate=1e-3),
+            "diff_pruning(sparsity=0.01)", rate=5e-5, short_rate=3e-2),
         RegistryEntry(library.apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
     ),
     "adapters: changes of hidden states": (
@@ -159,7 +159,7 @@ _ENTRIES = {
         RegistryEntry(library.supertuning, "PEFT", "0.02 d²", "supertuning(sparsity=0.98)"),
     ),
     "sums: several of them at once": (
-        RegistryEntry(library.mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)", short_rate=3e-3),
+        RegistryEntry(library.mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)"),
         RegistryEntry(library.prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)",
             rate=1e-2, short_rate=2e-2),
         RegistryEntry(library.unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d",
@@ -317,7 +317,7 @@ def default_learning_rate(method: str | Method, steps: int | None = None) -> flo
 
     It is the smallest rate of the method's terms, so that none of them diverges. In long runs, of 5,000 steps or more,
     that is 5e-5 for full and diff_pruning, 1e-2 for layernorm and prefix and so for their sum, 3e-2 for prompt, and
-    1e-3 for everything else. Short runs need more, of 50 steps or fewer `RegistryEntry.short_rate`. In between the
+    1e-3 for everything else. Short runs need more, of 320 steps or fewer `RegistryEntry.short_rate`. In between the
     logarithm of the rate falls with the logarithm of the number of steps.
     """
     return min(_term_rate(term, steps) for term in parse(method).terms)

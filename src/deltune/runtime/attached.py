@@ -409,7 +409,7 @@ class Attached:
             if delta.training != self.model.training:
                 delta.train(self.model.training)
             if name in self.deltas:
-                raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
+                raise DeltuneError(f"a delta named {name!r} is already attached: detach it, or give another name=")
             self.state.check_slots(None)
             has_other_handle = False
             try:
@@ -672,7 +672,7 @@ def check_name(name: str, taken: Iterable[str]) -> None:
             "ModuleDict uses itself"
         )
     if name in taken:
-        raise DeltuneError(f"a delta named {name!r} is already attached; detach it or choose another name")
+        raise DeltuneError(f"a delta named {name!r} is already attached: detach it, or give another name=")
 
 
 def _move(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi
 
 FILES = (
-    FACTS, NUMBERS, CONFIG_FILE, *peft_read.WEIGHT_FILES, *adapterhub.WEIGHT_FILES, adapterhub.HEAD_CONFIG,
-    *adapterhub.HEAD_WEIGHTS,
+    FACTS, NUMBERS, f"delta/{FACTS}", f"delta/{NUMBERS}", CONFIG_FILE, *peft_read.WEIGHT_FILES,
+    *adapterhub.WEIGHT_FILES, adapterhub.HEAD_CONFIG, *adapterhub.HEAD_WEIGHTS,
 )  # fmt: skip
-"""The names of all files that are downloaded: those of a delta, and those of a folder of PEFT or AdapterHub."""
+"""The names of all files that are downloaded: those of a delta, also beside a model that a Trainer pushed, and those of
+a folder of PEFT or AdapterHub."""
 
 
 def names_repository(folder: object) -> bool:
@@ -45,7 +46,7 @@ def fetch_delta(repo_id: str, revision: str | None = None, token: str | bool | N
     at = f" at revision {revision!r}" if revision else ""
     with _explain_errors(f"there is no folder {repo_id!r} here, and the delta cannot be fetched from the hub{at}"):
         folder = Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=list(FILES)))
-    if not has_file(folder, FACTS) and not has_file(folder, CONFIG_FILE):
+    if not any(has_file(folder, name) for name in (FACTS, f"delta/{FACTS}", CONFIG_FILE)):
         raise DeltuneError(
             f"the repository {repo_id!r}{at} on the hub holds no delta: it has neither {FACTS} nor {CONFIG_FILE}"
         )

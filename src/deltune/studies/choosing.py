@@ -36,7 +36,6 @@ from ..methods.memory import parse_bytes
 from ..methods.registry import parse
 from ..models import load_config
 from ..train import (
-    FACTORS,
     Line,
     ModelCache,
     ProbeRecord,
@@ -68,13 +67,15 @@ FINALISTS, SEEDS = 2, 3
 SEARCH_SHARE = 0.5
 """The search may take that share of the minutes; the rest is for the finalists and for full tuning."""
 
+LORA = ("lora(rank=?)", "lora(rank=?, at=('query', 'key', 'value', 'output', 'ffn'))")
+"""LoRA at queries and values, and at all linears."""
 ALL = (
-    "lora(rank=?)", "lora(rank=?, at=('query', 'key', 'value', 'output', 'ffn'))", "lora(rank=?, layers='upper half')",
-    "dora(rank=?)", "loha(rank=?)", "hra(rank=?)", "vera", "adapter(style='pfeiffer', rank=?)",
-    "scaled_parallel_adapter(rank=?)", "prefix(length=?)", "prefix(length=?) + layernorm", "layernorm", "bitfit", "ia3",
+    *LORA, "lora(rank=?, layers='upper half')", "dora(rank=?)", "loha(rank=?)", "hra(rank=?)", "vera",
+    "adapter(style='pfeiffer', rank=?)", "scaled_parallel_adapter(rank=?)", "prefix(length=?)",
+    "prefix(length=?) + layernorm", "layernorm", "bitfit", "ia3",
 )  # fmt: skip
 SPACES: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
-    "lora": (("lora(rank=?)",), FACTORS),
+    "lora": (LORA, (0.1, 0.3, 1.0, 3.0)),
     "all": (ALL, (0.3, 1.0, 3.0)),
 }
 """Name of a space -> its expressions and its rates, as multiples of each method's default."""
@@ -180,8 +181,8 @@ def choose(
         memory: The most bytes in use beyond the loaded model, as a number or as in "2GiB". Default: no limit.
         minutes: How long it may take. Default: no limit.
         mergeable: Keep only methods that can be folded into the weights.
-        space: "lora" (LoRA at four rates), "all" (methods of every kind at three rates), or expressions with ? for
-            each size that the budget solves, at three rates.
+        space: "lora" (LoRA at queries and values and at all linears, each at four rates), "all" (methods of every kind
+            at three rates), or expressions with ? for each size that the budget solves, at three rates.
         options: Further options of `deltune train` for every run, such as epochs=3 or max_length=64.
 
     Returns:
@@ -396,10 +397,7 @@ class _Search:
     def _train(self, trial: Trial, candidate: Candidate) -> None:
         """Train one candidate until its end, or until the pruner or the time stops it."""
         assert candidate.cost is not None
-        pruner = optuna.pruners.SuccessiveHalvingPruner(
-            min_resource=_eighth(candidate.cost.steps), reduction_factor=ETA
-        )
-        self.study.pruner = pruner
+        self.study.pruner = halving(candidate.cost.steps)
         stopped = ""
         earlier = dict(candidate.rungs)  # before it was interrupted
         for step, quality in earlier.items():
@@ -532,6 +530,11 @@ def _quiet_runs() -> Iterator[None]:
 
 def _eighth(steps: int) -> int:
     return math.ceil(steps / EIGHTHS)
+
+
+def halving(steps: int) -> optuna.pruners.BasePruner:
+    """Return the pruner of candidates that train for a number of steps."""
+    return optuna.pruners.SuccessiveHalvingPruner(min_resource=_eighth(steps), reduction_factor=ETA)
 
 
 def run_seconds(cost: StepCost) -> float:

@@ -112,10 +112,7 @@ def successive_halving(eta: int) -> Policy:
 
 def tpe_with_median_pruner(grid: Grid) -> Picked:
     """Let Optuna's TPE propose method and rate, and its median pruner end what is behind."""
-    check_extra("studies", "replaying a search by TPE needs")
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna = _optuna()
     sampler = optuna.samplers.TPESampler(seed=grid.random().randrange(2**31))
     search = optuna.create_study(direction="maximize", sampler=sampler, pruner=optuna.pruners.MedianPruner())
     methods = list(dict.fromkeys(method for method, _ in grid.runs))
@@ -123,17 +120,49 @@ def tpe_with_median_pruner(grid: Grid) -> Picked:
     while sum(done.values()) < grid.budget:
         trial = search.ask()
         run = trial.suggest_categorical("method", methods), trial.suggest_categorical("rate", FIRST)
-        pruned = False
-        for step, score in grid.curves[run]:
-            done[run] = max(step, done.get(run, 0))
-            trial.report(max(score, -1.0), step)
-            if pruned := trial.should_prune():
-                break
-        search.tell(trial, None if pruned else score, state=optuna.trial.TrialState.PRUNED if pruned else None)
+        done[run] = max(_tried(search, trial, grid.curves[run]), done.get(run, 0))
         if len(search.trials) >= 4 * len(grid.runs):  # it proposes what it has tried already
             break
     ended = [run for run, steps in done.items() if steps == grid.curves[run][-1][0]]
     return grid.ranked(ended)[0], sum(done.values())
+
+
+def chosen_from(methods: Sequence[str]) -> Policy:
+    """Return the policy that does as `deltune choose` before its finals: methods × four rates, default rates first."""
+
+    def choose(grid: Grid) -> Picked:
+        optuna = _optuna()
+        from .choosing import halving
+
+        search = optuna.create_study(direction="maximize", pruner=halving(grid.steps))
+        order = sorted(FIRST, key=lambda rate: rate != grid.default_rate)
+        runs = [*((one, order[0]) for one in methods), *((one, rate) for one in methods for rate in order[1:])]
+        done = {run: _tried(search, search.ask(), grid.curves[run]) for run in runs}
+        return max(done, key=lambda run: (done[run], grid.validated(run, done[run])[1])), sum(done.values())
+
+    return choose
+
+
+def _optuna() -> Any:
+    check_extra("studies", "replaying a search by Optuna needs")
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _tried(search: Any, trial: Any, curve: Sequence[tuple[int, float]]) -> int:
+    """Report a curve to a trial until its end or until the search prunes it; return the steps that this took."""
+    import optuna
+
+    for step, score in curve:
+        trial.report(max(score, -1.0), step)
+        if trial.should_prune():
+            search.tell(trial, state=optuna.trial.TrialState.PRUNED)
+            break
+    else:
+        search.tell(trial, score)
+    return step
 
 
 def tuned(method: str) -> Policy:
@@ -142,6 +171,9 @@ def tuned(method: str) -> Policy:
 
 
 GRID_BEST, DEFAULT_RATE, FOUR_RATES = "the whole grid", "LoRA, default rate", "LoRA, four rates"
+CHOOSE, CHOOSE_ALL = "deltune choose", "deltune choose, all methods"
+PLACES = ("lora", "lora, all linears")
+"""The default space of `deltune choose`, by the labels of the grid."""
 SEARCHES: Mapping[str, Policy] = {
     "random search": random_search, "halving by 2": successive_halving(2), "halving by 4": successive_halving(4),
     "TPE with a median pruner": tpe_with_median_pruner,
@@ -157,7 +189,8 @@ def replayed(runs: CellPlan, default_rate: float, methods: Sequence[str], *, wai
     """
     policies: dict[str, Policy] = {
         GRID_BEST: lambda grid: grid.trained(grid.runs), DEFAULT_RATE: lora_at(), FOUR_RATES: lora_at(*FIRST),
-        **SEARCHES, **{f"{method}, its rates": tuned(method) for method in methods},
+        **SEARCHES, CHOOSE: chosen_from(PLACES), CHOOSE_ALL: chosen_from(methods),
+        **{f"{method}, its rates": tuned(method) for method in methods},
     }  # fmt: skip
 
     def plan_cells(records: Records) -> list[PlannedCell]:

@@ -26,7 +26,8 @@ SMALL_SEEDS = tuple(range(8))
 """Seeds of a small run, which takes about ten seconds. Over 3 seeds the interval of a difference, corrected for several
 comparisons, is five times as wide as over 8, so that hardly any difference could be decided."""
 BUNDLED_MODEL = "minilm"
-"""The model that the extra `demo` brings, which needs no folder."""
+"""The model that the extra `demo` brings, which needs no folder. Its weights have no pooler, so that a classification
+head reads the mean of its hidden states, as in any run on it; the other encoders' poolers are in their weights."""
 
 SMALL_OPTIONS: Values = {
     "max_train_rows": 1000, "validation_rows": 300, "test_rows": 500, "max_length": 48, "batch_size": 16, "epochs": 3,
@@ -45,6 +46,20 @@ SMALL_TASK_OPTIONS: Mapping[str, Values] = {
     },
 }
 """Further options of some tasks: CB has 200 rows, for 156 steps; words of g2p have 32 characters at most."""
+
+SLICES: Mapping[str, dict[str, Any]] = {
+    "sentences": {"max_train_rows": 3400, "validation_rows": 800, "test_rows": 1500, "max_length": 64},
+    "g2p_us_to_gb": {
+        "max_train_rows": 3400, "validation_rows": 400, "test_rows": 1000, "max_length": 32, "target_length": 32,
+    },
+    "conll04": {"max_length": 64},
+    "sick": {"max_train_rows": 1000, "validation_rows": 495, "test_rows": 1000, "max_length": 64},
+    "tickets": {},
+}  # fmt: skip
+"""Task, or sentences for all others -> the rows that are read."""
+
+LONG: dict[str, Any] = {"steps": 320, "validate_every": 40}
+"""The runs on small models: the pilot's length, validated after each eighth."""
 
 SMALL_TRAIN_ROWS: Mapping[str, int] = {"cb": 200, "conll04": 922}
 """Training rows of the tasks that have fewer than a run of small scale may read."""
@@ -398,6 +413,12 @@ def _without_training(floor: str, plan: CellPlan, roots: Roots) -> CellPlan:
     return plan_cells
 
 
+def _pooling(model: str, tasks: Sequence[str]) -> Values:
+    """Return the pooling of runs on a model as a field of a spec; none where it is the class's own."""
+    has_own = model != BUNDLED_MODEL or any(TASKS[task].kind != "classification" for task in tasks)
+    return {} if has_own else {"pooling": "mean"}
+
+
 @check_booleans
 def cross_product(
     setup: StudySetup,
@@ -443,7 +464,7 @@ def cross_product(
         def plan() -> CellPlan:
             sweep = Sweep(
                 name=name,
-                models={label: {"model": model} for label, model in models.items()},
+                models={label: {"model": model, **_pooling(model, tasks)} for label, model in models.items()},
                 tasks={task: {**setup.task(task), **(by_task or {}).get(task, {})} for task in tasks},
                 methods={str(i): {**rate, **variant.values} for i, (rate, variant) in enumerate(pairs)},
                 seeds=seeds,

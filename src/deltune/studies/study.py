@@ -374,31 +374,39 @@ def study_from_file(path: str | Path, data_root: str | Path | None = None) -> St
     return Study(sweep.name, f"The sweep of {Path(path).name}", plan_cells, (table, *bars), metric)
 
 
-def select_cells(study: Study, only: Sequence[str]) -> Study:
-    """Restrict a study to the cells with certain labels.
+def select_cells(studies: Sequence[Study], only: Sequence[str]) -> list[Study]:
+    """Restrict studies to the cells with certain labels, and leave out those that have no such cell.
 
     `only` are patterns AXIS=LABEL, in which * is a wild card. A cell must match one of the patterns of every axis.
+    Each pattern must match a label of one of the studies.
     """
-    patterns = [text.partition("=") for text in only]
-    wrong = [f"{''.join(parts)!r} is not AXIS=LABEL" for parts in patterns if not parts[1]]
-    axes = study.axes()
-    wrong += [unknown_name("axis", axis, axes, study.name) for axis, sign, _ in patterns if sign and axis not in axes]
-    for axis, _, pattern in patterns:
-        labels = axes.get(axis)
-        if labels and not any(fnmatch(label, pattern) for label in labels):
-            wrong.append(unknown_name(axis, pattern, labels, study.name))
+    if not only:
+        return list(studies)
+    labels_of: dict[str, set[str]] = {}
+    for study in studies:
+        for axis, labels in study.axes().items():
+            labels_of.setdefault(axis, set()).update(labels)
+    place = studies[0].name if len(studies) == 1 else "these studies"
+    patterns: dict[str, list[str]] = {}
+    wrong = []
+    for text in only:
+        axis, sign, pattern = text.partition("=")
+        patterns.setdefault(axis, []).append(pattern)
+        if not sign:
+            wrong.append(f"{text!r} is not AXIS=LABEL")
+        elif axis not in labels_of:
+            wrong.append(unknown_name("axis", axis, labels_of, place))
+        elif not any(fnmatch(label, pattern) for label in labels_of[axis]):
+            wrong.append(unknown_name(axis, pattern, labels_of[axis], place))
     if wrong:
         raise error_from_problems("these cells cannot be chosen (`deltune study show` lists axes and labels)", wrong)
-    if not patterns:
-        return study
-
-    labels_of: dict[str, list[str]] = {}
-    for axis, _, pattern in patterns:
-        labels_of.setdefault(axis, []).append(pattern)
 
     def matches(cell: Cell) -> bool:
-        return all(any(fnmatch(str(cell.get(axis)), p) for p in labels) for axis, labels in labels_of.items())
+        return all(
+            axis in cell and any(fnmatch(str(cell[axis]), one) for one in of_axis) for axis, of_axis in patterns.items()
+        )
 
-    return replace(
-        study, plan_cells=lambda records: [planned for planned in study.plan_cells(records) if matches(planned.cell)]
-    )
+    def restricted(study: Study) -> Study:
+        return replace(study, plan_cells=lambda done: [one for one in study.plan_cells(done) if matches(one.cell)])
+
+    return [one for one in map(restricted, studies) if one.plan_cells({})]

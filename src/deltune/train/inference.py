@@ -526,8 +526,8 @@ def generate(
 ) -> list[str]:
     """Generate a text for each prompt.
 
-    A run that was trained to answer answers the prompt, which its template surrounds; any other language model goes on
-    with it.
+    A run that was trained to answer, and a model merged from it, answers the prompt, which its template surrounds; any
+    other language model goes on with it.
     """
     if not prompts:
         raise DeltuneError("no prompts are given")
@@ -535,7 +535,9 @@ def generate(
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
     is_encoder_decoder = model.config.is_encoder_decoder
-    encoded = [_prompt_ids(loaded, tokenizer, prompt, is_encoder_decoder) for prompt in prompts]
+    facts = merged_facts(Path(source)) if loaded is None else loaded.run.trained
+    is_answer = facts is not None and facts.chat_template is not None and not is_encoder_decoder
+    encoded = [_prompt_ids(loaded, tokenizer, prompt, is_answer, is_encoder_decoder) for prompt in prompts]
     if not is_encoder_decoder:
         _check_room(model, [len(ids) for ids in encoded], max_tokens)
     texts: list[str] = []
@@ -621,12 +623,14 @@ def open_language_model(
     return None, model.to(task_setup.resolve_device()), tokenizer  # type: ignore[arg-type]
 
 
-def _prompt_ids(loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_encoder_decoder: bool) -> list[int]:
+def _prompt_ids(
+    loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_answer: bool, is_encoder_decoder: bool
+) -> list[int]:
     """Return the token ids of a prompt, as the run was trained to read it."""
     if loaded is not None and loaded.kind.name == "generation":
         row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
         return list(row["input_ids"])
-    if loaded is not None and loaded.kind is CHAT and loaded.is_conversational:
+    if is_answer and (loaded is None or loaded.kind is CHAT):
         return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
     if is_encoder_decoder:
         return list(tokenize(tokenizer, [prompt], names=[repr(prompt)])["input_ids"][0])

@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeltuneError, first_names, unknown_name, word_list
+from ..errors import DeltuneError, error_from_problems, first_names, unknown_name, word_list
 from ..files import explain_write_errors, user_path, write_jsonl
 from .data.columns import INPUT_TYPES, TASK_COLUMNS, TYPE_DESCRIPTIONS, value_fits
 from .data.readers import (
     STDIN,
     UnreadableFileError,
     data_suffix,
-    file_error,
     has_lone_surrogate,
     read_rows,
     text_lines,
@@ -128,7 +127,7 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
         problems: list[str] = []
         table, columns = join_words(table, columns, problems), {"tokens": "tokens"}
         if problems:
-            raise file_error(str(path), problems)
+            raise error_from_problems(str(path), problems)
     inputs = []
     for name, (line, row) in zip(table.row_ids(), table.rows, strict=True):
         value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns), run_dir)

@@ -16,8 +16,6 @@ from .config import RunConfig
 from .data.loading import TaskData
 from .presets import DEFAULT
 
-FACTORS = (0.1, 0.3, 1.0, 3.0)
-"""The rates that are tried, as multiples of the method's default."""
 PASSES_OF_A_STEP = 3
 """A row of a training step takes as long as that many rows that are only scored: forward, and twice that backward."""
 

@@ -509,7 +509,7 @@ def _begin_with_delta(tuned: Tuned, start: RunFolder, labels: Sequence[str]) -> 
         raise DeltuneError(
             f"init_from: {start.delta} is {saved.method!r}, and this run is {delta.method!r}"
             + (", whose ranks were cut in training" if cut else "")
-            + ": give the former"
+            + ": give the former, or no method"
         )
     keeps_head = tuple(name for _, name in before.id2label) == tuple(labels) or not labels
     heads = {f"base.{name}" for name in delta.head}
@@ -525,6 +525,9 @@ def _begin_with_delta(tuned: Tuned, start: RunFolder, labels: Sequence[str]) -> 
         )
     for name, tensor in begun.items():
         tensor.copy_(numbers[name])
+    if labels and keeps_head and start.is_foreign:
+        named = ", ".join(f"{one} is {name}" for one, name in zip(start.labels, labels, strict=False))
+        logger.info("the head goes on, with labels without names: %s (--labels gives another order)", named)
     if not keeps_head:
         logger.info("the head is fresh, since the labels are others than those of %s (--init-from)", start.delta)
     return keeps_head

@@ -114,6 +114,11 @@ class RunFolder:
         if not self.exists:
             if not self.folder.is_dir():
                 raise DeltuneError(f"{self.folder} is not a RUN folder: there is no such folder")
+            if (self.folder / "config.json").is_file():
+                raise DeltuneError(
+                    f"{self.folder} is a model and no run: give the run that it was made from, or data of your own "
+                    f"(deltune evaluate {self.folder} --data FILE)"
+                )
             with explain_write_errors(self.folder):
                 names = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
             raise DeltuneError(

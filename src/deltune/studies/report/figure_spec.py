@@ -114,6 +114,19 @@ class TableSpec(ViewSpec):
 
 
 @dataclass(frozen=True)
+class VarianceSpec(ViewSpec):
+    """A table of how much of the variance of scores goes back to each factor, for each task and all tasks together.
+
+    Attributes:
+        factors: The axes whose labels, and whose pairs of labels, the variance is divided by, besides seeds and models.
+        metric: The score.
+    """
+
+    factors: tuple[str, ...] = ("method", "rate")
+    metric: Numbers = "accuracy"
+
+
+@dataclass(frozen=True)
 class Scatter(FigureSpec):
     """A figure with a point for each combination of labels, at two numbers.
 

@@ -36,7 +36,7 @@ from ..jobs.store import JobRecord
 from ..scales import SMALL_TRAIN_ROWS
 from ..study import Records, Study
 from .aggregate import SEED
-from .figure_spec import DISPLAY_NAMES, FigureSpec, Numbers, TableSpec, as_tuple
+from .figure_spec import DISPLAY_NAMES, FigureSpec, Numbers, TableSpec, VarianceSpec, as_tuple
 from .figures import DrawnFigure, draw, save
 from .findings import CLAIM_COLUMNS, NO_RESULT, SEEN, ClaimRow, claim_rows, findings_csv, has_no_result
 from .provenance import (
@@ -58,6 +58,7 @@ from .tables import (
     to_latex,
     to_markdown,
 )
+from .variance import build_variance_table
 
 MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 7 points); below that its box scrolls
 FONT = re.compile(r"font-family: [^;\"]*; ")
@@ -303,7 +304,11 @@ def build_section(
     return Section(
         study.name,
         "\n\n".join(text for text in (study.question, study.notes) if text),
-        tables=(*(build_table(view, outcomes) for view in tables), *_floor_table(study.metric, planned, names)),
+        tables=(
+            *(build_table(view, outcomes) for view in tables),
+            *(build_variance_table(view, outcomes) for view in views if isinstance(view, VarianceSpec)),
+            *_floor_table(study.metric, planned, names),
+        ),
         figures=tuple(draw(view, outcomes) for view in figures),
         findings=tuple(findings),
         outcomes=tuple(planned),

@@ -118,7 +118,9 @@ def _software(environments: Sequence[Mapping[str, Any]]) -> str:
     names = [str(environment["commit"]) for environment in environments if environment.get("commit")]
     known = list(dict(Counter(name[:COMMIT_DIGITS] + DIRTY * name.endswith(DIRTY) for name in names).most_common()))
     if known:
-        versions.append(f"deltune at {'commit' if len(known) == 1 else 'commits'} {', '.join(known)}")
+        dirty = sum(name.endswith(DIRTY) for name in names)
+        note = f" ({counted(dirty, 'run')} with changes that no commit has, {DIRTY})" if dirty else ""
+        versions.append(f"deltune at {'commit' if len(known) == 1 else 'commits'} {', '.join(known)}{note}")
     return "With " + ", ".join(versions) if versions else "Versions are not recorded"
 
 

@@ -45,7 +45,7 @@ TYPE_DESCRIPTIONS: Mapping[ColumnType, str] = {
     "name": "a name",
     "label": "a label",
     "labels": "a list of labels",
-    "number": "a number",
+    "number": "a number (1.5 or 1,5; not 1,500)",
     "index": "the index of a choice",
     "answers": "a text or a list of texts",
     "conversation": "a conversation",
@@ -169,7 +169,7 @@ def guess_task_kind(first: DataFile, names: ColumnNames | None, requested: Colum
     if label and first.rows and all_answers(lambda value: isinstance(value, list) or str(value).startswith("[")):
         return "multilabel"
     if first.rows and all_answers(lambda value: value_fits("number", value)):
-        return "classification" if all_answers(lambda value: float(value).is_integer()) else "regression"
+        return "classification" if all_answers(lambda value: as_number(value).is_integer()) else "regression"
     return "classification"
 
 
@@ -312,7 +312,7 @@ def _holds_text(file: DataFile, column: str) -> bool:
     """Return whether a column holds any text that is not a number, or lists of texts."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
     parts = [part for value in values for part in (value if isinstance(value, list) else [value])]
-    return any(isinstance(part, dict) or (isinstance(part, str) and part.strip(" -+.0123456789")) for part in parts)
+    return any(isinstance(part, dict) or (isinstance(part, str) and part.strip(" -+.,0123456789")) for part in parts)
 
 
 def _is_classification(first: DataFile, columns: Mapping[str, str], available: Sequence[str]) -> bool:
@@ -434,7 +434,7 @@ def text_columns(first: DataFile, available: Sequence[str]) -> list[str]:
 def _is_text(file: DataFile, column: str) -> bool:
     """Return whether a column holds strings that are not numbers, and enough different ones not to be categories."""
     values = [row.get(column) for _, row in file.rows[:SAMPLED_ROWS]]
-    strings = [v for v in values if isinstance(v, str) and not re.fullmatch(r"\s*[-+]?[\d.]*\s*", v)]
+    strings = [v for v in values if isinstance(v, str) and not re.fullmatch(r"\s*[-+]?[\d.,]*\s*", v)]
     return bool(strings) and 20 * len(set(strings)) >= len(strings)
 
 
@@ -479,6 +479,13 @@ def row_problems(row: Mapping[str, Any], columns: Mapping[str, str], kind: str) 
     return []
 
 
+def as_number(value: Any) -> float:
+    """Return a number that may be a text with a decimal comma; 1,234 is refused, as it may be a thousand."""
+    if isinstance(value, str) and re.fullmatch(r"\s*[-+]?(\d+,(?!\d{3}\s*$)|0,)\d+\s*", value):
+        value = value.replace(",", ".")
+    return float(value)
+
+
 def value_fits(column_type: ColumnType, value: Any) -> bool:
     """Return whether a value is of a column's type. A label may be anything but a list."""
     if column_type == "text":
@@ -491,7 +498,7 @@ def value_fits(column_type: ColumnType, value: Any) -> bool:
         return isinstance(value, list) and all(isinstance(v, str | int) for v in value)
     if column_type == "number":
         try:
-            return not isinstance(value, bool | list | dict) and math.isfinite(float(value))
+            return not isinstance(value, bool | list | dict) and math.isfinite(as_number(value))
         except (TypeError, ValueError, OverflowError):
             return False
     if column_type == "index":

@@ -22,7 +22,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow
 
-from ...errors import DeltuneError, check_booleans, closest_match, error_summary, excerpt, unknown_name, word_list
+from ...errors import (
+    DeltuneError,
+    check_booleans,
+    closest_match,
+    error_from_problems,
+    error_summary,
+    excerpt,
+    unknown_name,
+    word_list,
+)
 from ...files import explain_write_errors, parse_json, user_path
 from ...models import why_not_on_hub
 from . import formats, shapes
@@ -32,6 +41,7 @@ from .columns import (
     Column,
     ColumnNames,
     ColumnType,
+    as_number,
     check_columns,
     choose_columns,
     doubts_of_columns,
@@ -41,7 +51,7 @@ from .columns import (
     row_problems,
     unread_columns,
 )
-from .readers import READERS, DataFile, data_suffix, file_error, has_lone_surrogate, read_rows, short_repr
+from .readers import READERS, DataFile, data_suffix, has_lone_surrogate, read_rows, short_repr
 from .rows import NumberedRows, Row, in_slices, stored_dataset
 from .tag_schemes import PLAIN, check_entity_tags, recognise_scheme, to_iob2
 
@@ -299,12 +309,12 @@ def load_data(
         columns = {role: role for role in first.columns if role != "id"}
         labels = labels or shape.labels or None
         if problems:
-            raise file_error(f"data {source}", problems)
+            raise error_from_problems(f"data {source}", problems)
     is_guess, guesses_columns = kind is None, columns is None and not isinstance(raw.column_names, Mapping)
     kind = kind or (guess_task_kind(first, raw.column_names, columns) if first else "classification")
     chosen = choose_columns(kind, first, columns, raw.column_names, problems) if first else {}
     if not chosen or not first or not first.rows:
-        raise file_error(f"data {source}", problems)
+        raise error_from_problems(f"data {source}", problems)
     if isinstance(requested, Mapping) and "task" in requested and "task" not in chosen:
         problems.append(f"the task of a row (task={requested['task']}) is not read from data of this shape: {shape}")
     unread = unread_columns(first, raw.column_names, chosen) if guesses_columns else ()
@@ -314,13 +324,13 @@ def load_data(
     else:
         doubts = doubts_of_columns(first, kind, chosen, unread)
     if doubts:
-        raise file_error(f"data {source}", [*problems, *doubts])
+        raise error_from_problems(f"data {source}", [*problems, *doubts])
     if kind in ("tagging", "multilabel"):
         lists = [chosen[c.role] for c in TASK_COLUMNS[kind] if c.role in chosen and c.type in ("texts", "labels")]
         files = shapes.with_lists(files, lists, " " if kind == "tagging" else label_separator, problems)
         first = next(files[split] for split in needed if split in files)
         if problems:
-            raise file_error(f"data {source}", problems)
+            raise error_from_problems(f"data {source}", problems)
     check_columns(files, kind, chosen, problems)
     if is_guess and problems and row_problems(first.rows[0][1], chosen, kind):
         problems.append(how_to_name_columns(kind))
@@ -333,7 +343,7 @@ def load_data(
     label_names: tuple[str, ...] = ()
     if kind == "regression":
         label_names = tuple(labels or ("score",))
-        _check_numbers(files, chosen["score"], problems)
+        notes += _check_numbers(files, chosen["score"], problems)
     ids: dict[str, int] = {}
     if label_role is not None:
         label_column = chosen[label_role]
@@ -350,14 +360,14 @@ def load_data(
         )
     is_guess &= not isinstance(columns or raw.column_names, Mapping)
     if is_guess and (doubts := doubts_of_kind(first, kind, chosen, label_names)):
-        raise file_error(f"data {source}", doubts)
+        raise error_from_problems(f"data {source}", doubts)
     scheme = None
     if kind == "tagging" and not problems:
         scheme = (
             PLAIN if tag_scheme == "plain" else _recognise_scheme(files, chosen["tags"], label_names, ids, problems)
         )
     if problems:
-        raise file_error(f"data {source}", problems)
+        raise error_from_problems(f"data {source}", problems)
     read = [(c, chosen[c.role]) for c in TASK_COLUMNS[kind] if c.role in chosen]
     splits = {
         split: _split(
@@ -441,11 +451,16 @@ def _split_file(
     return files, (f"{file.name} has no splits, so its rows are drawn by seed {seed} (--seed): {sizes}{note}",)
 
 
-def _check_numbers(files: dict[str, DataFile], column: str, problems: list[str]) -> None:
-    """Check that numbers to predict are of a size that a head can learn; leave out splits whose numbers are hidden."""
+def _check_numbers(files: dict[str, DataFile], column: str, problems: list[str]) -> tuple[str, ...]:
+    """Check that numbers to predict are of a size that a head can learn; leave out splits whose numbers are hidden.
+
+    Returns a note where they have a decimal comma.
+    """
     if problems:
-        return
-    numbers = {split: array("d", (float(row[column]) for _, row in file.rows)) for split, file in files.items()}
+        return ()
+    numbers = {split: array("d", (as_number(row[column]) for _, row in file.rows)) for split, file in files.items()}
+    values = (row[column] for file in files.values() for _, row in file.rows)
+    comma = next((value for value in values if isinstance(value, str) and "," in value), None)
     hidden = [split for split in numbers if split != "train" and {*numbers[split]} == {-1.0}]
     for split in hidden:
         warnings.warn(f"every number in {files[split].name} is -1, so hidden; the split is left out", stacklevel=3)
@@ -458,6 +473,7 @@ def _check_numbers(files: dict[str, DataFile], column: str, problems: list[str])
             "a head, which begins near 0 and takes small steps, learns those of about 1: "
             + (f"divide them by {10 ** round(math.log10(spread)):g}" if spread else "these are all the same")
         )
+    return () if comma is None else (f"the numbers in {column!r} have a decimal comma: {comma} is {as_number(comma)}",)
 
 
 def _load_conversations(
@@ -473,7 +489,7 @@ def _load_conversations(
     """Read conversations, preferences and texts: each row in the one form as JSON."""
     read = formats.read_files(files, form, columns, problems)
     if problems:
-        raise file_error(f"data {source}", problems)
+        raise error_from_problems(f"data {source}", problems)
     split_note: tuple[str, ...] = ()
     if is_one_file and form.kind in ("chat", "preference"):
         read, split_note = _split_file(read["train"], map(_prompt_of, read["train"].rows), None, seed)
@@ -524,7 +540,7 @@ def _mixed(
     ]
     problems += [] if sum(weights.values()) else ["all weights are 0"]
     if problems:
-        raise file_error(f"data {source}", problems)
+        raise error_from_problems(f"data {source}", problems)
     rows_of_train = sum(len(part.splits.get("train", ())) for part in parts.values())
     total = min(rows_of_train, max_rows.get("train", rows_of_train))
     by_split: dict[str, list[Dataset]] = {}
@@ -652,7 +668,7 @@ def rename_labels(data: TaskData, names: Mapping[str, str]) -> TaskData:
     elif len(labels) < 2 and not problems:
         problems.append(f"all labels become {labels[0]!r}; two are needed")
     if problems:
-        raise file_error(f"relabel {data.source}", problems)
+        raise error_from_problems(f"relabel {data.source}", problems)
     new_ids = [labels.index(names[name]) for name in data.labels]
     splits = {
         split: rows.remove_columns("label").add_column("label", [new_ids[old] for old in rows["label"]])
@@ -770,7 +786,7 @@ def _normalized_value(column: Column, value: Any, ids: Mapping[str, int]) -> Any
         return numbers if column.type == "labels" else numbers[0]
     if column.type == "name":
         return str(value)
-    return int(value) if column.type == "index" else float(value) if column.type == "number" else value
+    return int(value) if column.type == "index" else as_number(value) if column.type == "number" else value
 
 
 def _read_folder(folder: Path, needed: Sequence[str], problems: list[str]) -> _RawData:

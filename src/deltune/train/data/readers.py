@@ -12,12 +12,12 @@ import re
 import sys
 import zlib
 from array import array
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from ...errors import DeltuneError, error_from_problems, error_summary, excerpt, unknown_name
+from ...errors import error_from_problems, error_summary, excerpt, unknown_name
 from ...files import parse_json
 from ...models import OUTSIDE
 from .rows import ROWS_AT_ONCE, NumberedRows, Row
@@ -25,8 +25,6 @@ from .tag_schemes import is_entity_tag
 
 logger = logging.getLogger("deltune")
 
-MAX_LISTED_PROBLEMS = 10
-"""The most problems of a data set that an error lists."""
 MAX_LINE_LENGTH = 2**24
 """Characters of the longest line, or field of CSV, that is read."""
 STDIN = Path("-")
@@ -89,8 +87,6 @@ def read_rows(path: Path, problems: list[str] | None = None) -> DataFile:
     else:
         try:
             file.unit = "row" if _is_array(path) else file.unit
-            if suffix.startswith(".csv") and (mark := _separator(path)) != ",":
-                logger.info("%s: its columns are separated by %r; 1.5 is a number there, 1,5 a text", path.name, mark)
             for number, row in READERS[suffix](path, own_problems):
                 file.rows.append(number, row)
         except UnreadableFileError as error:
@@ -101,19 +97,10 @@ def read_rows(path: Path, problems: list[str] | None = None) -> DataFile:
         if not file.rows and not own_problems:
             own_problems.append(f"{path.name} is empty: it has no rows")
     if own_problems and problems is None:
-        raise file_error(str(path), own_problems)
+        raise error_from_problems(str(path), own_problems)
     if problems is not None:
         problems.extend(own_problems)
     return file
-
-
-def file_error(title: str, problems: list[str]) -> DeltuneError:
-    """Return one error for all problems of a data source, of which it lists the first `MAX_LISTED_PROBLEMS`."""
-    if len(problems) > MAX_LISTED_PROBLEMS:
-        return error_from_problems(
-            f"{title} has {len(problems)} problems; the first of them", problems[:MAX_LISTED_PROBLEMS]
-        )
-    return error_from_problems(title, problems)
 
 
 def data_suffix(path: Path) -> str:
@@ -205,14 +192,23 @@ def _line_values(path: Path, problems: list[str]) -> Iterator[tuple[int, Any]]:
 
 def _read_csv(path: Path, problems: list[str]) -> RowsRead:
     """Read a table with commas, or what else its header has; a field in quotes may hold it and line ends."""
-    reader = csv.reader((line for _, line in text_lines(path)), delimiter=_separator(path), strict=True)
+    csv.field_size_limit(MAX_LINE_LENGTH)  # the default of 128 KiB is less than a long document
+    lines = (line for _, line in text_lines(path))
+    start = next(lines, "")
+    named = re.fullmatch(r'"?sep=(.)"?[\r\n]*', start)  # the first line of a file of Excel may say what separates
+    *copies, rows = itertools.tee(lines if named else itertools.chain([start], lines), 1 + len(SEPARATORS))
+    mark = named[1] if named else _separator(path, copies)
+    del copies  # which would keep every line
+    if mark != ",":
+        logger.info("%s: its columns are separated by %r", path.name, mark)
+    reader, before = csv.reader(rows, delimiter=mark, strict=True), 1 if named else 0
 
     def numbered_cells() -> NumberedCells:
-        line = 1
+        line = before + 1
         try:
             for cells in reader:
-                yield reader.line_num, cells
-                line = reader.line_num + 1
+                yield before + reader.line_num, cells
+                line = before + reader.line_num + 1
         except csv.Error as error:
             raise UnreadableFileError(
                 f"{path.name} line {line}: cannot be read from here to its end ({error})"
@@ -221,10 +217,15 @@ def _read_csv(path: Path, problems: list[str]) -> RowsRead:
     return _read_table(path, problems, numbered_cells())
 
 
-def _separator(path: Path) -> str:
-    """Return what separates the columns of a CSV: the one mark that separates the names in its header."""
-    csv.field_size_limit(MAX_LINE_LENGTH)  # the default of 128 KiB is less than a long document
-    headers = {mark: next(csv.reader((line for _, line in text_lines(path)), delimiter=mark), []) for mark in ",;\t|"}
+SEPARATORS = ",;\t|"
+"""What may separate the columns of a CSV."""
+
+
+def _separator(path: Path, copies: Sequence[Iterator[str]]) -> str:
+    """Return the one mark that separates the names in the header of a CSV, whose lines each of the copies has."""
+    headers = {
+        mark: next(csv.reader(lines, delimiter=mark), []) for mark, lines in zip(SEPARATORS, copies, strict=True)
+    }
     marks = [mark for mark, header in headers.items() if len(header) > 1]
     if len(marks) > 1:  # a mark inside of quotes leaves one of them in a cell
         marks = [mark for mark in marks if all(cell.count('"') % 2 == 0 for cell in headers[mark])] or marks
@@ -256,9 +257,9 @@ def _read_tsv(path: Path, problems: list[str]) -> RowsRead:
 
 def _read_table(path: Path, problems: list[str], numbered_cells: NumberedCells) -> RowsRead:
     """Read the rows of a table from its cells; the first row has the names of the columns."""
-    _, header = next(numbered_cells, (1, []))
+    line, header = next(numbered_cells, (1, []))
     if problem := _column_name_problem(header):
-        problems.append(f"{path.name} line 1: {problem}: {excerpt(header)}")
+        problems.append(f"{path.name} line {line}: {problem}: {excerpt(header)}")
         return
     for number, cells in numbered_cells:
         if cells and len(cells) != len(header):

@@ -7,14 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ...errors import DeltuneError, counted
+from ...errors import DeltuneError, counted, error_from_problems
 from ...methods.masks import RowMask
 from ...runtime.handle import Tuned
 from ...runtime.serialization import word_embeddings
 from ...templates import NAMED_TEMPLATES, special_tokens, target_end, with_chat_template
 from ..data.conversations import BATCH, Conversations
 from ..data.formats import COLUMN, readable
-from ..data.readers import file_error
 from ..data.rows import RowCollector, in_slices
 from .base import Columns, TaskKind, TaskOptions
 from .encoding import IGNORE_INDEX, EncodedRows, Row
@@ -78,7 +77,7 @@ class ChatEncoder:
                 "side"
             )
             title = "these rows cannot be made to tokens" + (shared if self.maker.counts["shared"] else "")
-            raise file_error(title, self.problems)
+            raise error_from_problems(title, self.problems)
         untrained = num_texts - self.trained_texts
         notes = tuple(self.maker.notes())
         return EncodedRows(rows, num_texts=num_texts, untrained=untrained, notes=notes, **self.counts)

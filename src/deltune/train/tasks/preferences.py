@@ -12,10 +12,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ...errors import DeltuneError, counted
+from ...errors import DeltuneError, counted, error_from_problems
 from ..data.conversations import BATCH
 from ..data.formats import COLUMN, as_conversations
-from ..data.readers import file_error
 from ..data.rows import RowCollector, in_slices
 from .base import Columns, InferenceContext, Predictions, TaskKind, TaskOptions
 from .chat import ChatEncoder, places
@@ -97,7 +96,7 @@ def _encode(
             advance(len(answers))
     encoded = encoder.encoded(result.rows(), count)
     if problems:
-        raise file_error("these preferences cannot be made to tokens", problems)
+        raise error_from_problems("these preferences cannot be made to tokens", problems)
     if equal and len(equal) == count and training:
         raise DeltuneError("in every row both answers are the same, which teaches nothing")
     if not len(encoded) and encoded.truncated:
