@@ -213,5 +213,5 @@ def pieces() -> list[Piece]:
     encoder, decoder = minilm("encoder", rows=8), minilm("decoder", rows=8)
     both = [Piece(f"memory: {shape}", partial(beside, shape), 10.0) for shape in (encoder, decoder)]
     heads = [Piece(f"memory: head, {w}, {v}", partial(language, w, v), 60.0) for w, v in LANGUAGE]
-    beside_model = Piece("memory: ladder", partial(ladder, minilm("encoder", rows=32)), 10.0)
+    beside_model = Piece("memory: ladder", partial(ladder, minilm("encoder", False, 0.0, rows=32)), 10.0)
     return [*both, Piece("memory: apet", partial(drawn, encoder, 7), 10.0), beside_model, *heads]

@@ -39,7 +39,10 @@ from tables.quantized import FORMS, batch, load_form, save_models  # noqa: E402
 BENCH = ROOT / "build" / "bench.json"
 PAGE = ROOT / "docs" / "reference" / "methods.md"
 HEADER = "| method | what it does | for example | PEFT's type | scalars a layer | on MiniLM | from |"
-CHECKS = "| method | lines | outputs | gradients | detach | load | merges | rows | masks | quantised base | compiled | step ÷ PEFT |"
+CHECKS = (
+    "| method | lines | outputs | gradients | detach | load | merges | rows | masks | quantised base | compiled "
+    "| step ÷ PEFT |"
+)
 REASONS = {
     "has no affine": "not affine",
     "has no factor": "gated",
