@@ -149,7 +149,7 @@ def conversations(root: Path, to: Path, model: Path, length: int, most: Mapping[
     return data
 
 
-def chats(root: Path | None, model: str, most: Mapping[str, int], seeds: Sequence[int]) -> list[Row]:
+def chats(root: Path | None, model: str, most: Mapping[str, int], seeds: Sequence[int] = (0,)) -> list[Row]:
     """A whole run on conversations beside the quicker of Trainer + PEFT and TRL + PEFT with its packing.
 
     TRL's fused head has no Triton on a CPU.

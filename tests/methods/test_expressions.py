@@ -148,7 +148,7 @@ ARGUMENTS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "psoft": {"rank": st.integers(2, 64), "scale": NUMBERS, "scales": st.booleans(), **FIELD},
     "road": {"variant": st.sampled_from([1, 2, 4]), "group_size": EVEN, **FIELD},
     "adamss": {
-        "rank": RANKS, "clusters": RANKS, "singular_values": RANKS, "seed": SEEDS, "target": st.none() | RANKS,
+        "rank": RANKS, "clusters": RANKS, "singular_values": RANKS, "seed": SEEDS, "target": st.none() | EVEN,
         "start": st.floats(0, 0.4), "stop": st.floats(0.5, 1), "every": RANKS, "exponent": st.floats(0.5, 4),
         **{f"beta{n}": st.floats(0.1, 0.9) for n in (1, 2)}, **FIELD,
     },
