@@ -61,6 +61,14 @@ def beside(shape: Shape) -> list[Row]:
     return rows
 
 
+def ladder(shape: Shape) -> list[Row]:
+    """A step of a network beside the model, by one of LoRA, whose gradients go through the model."""
+    like = build(shape)
+    side, through = (sum(of_step(ours(method, shape, like))) for method in ("ladder", "lora(rank=8)"))
+    name, note = f"peak memory / LoRA's: ladder; {shape}", f"{side / MIB:.1f} and {through / MIB:.1f} MiB"
+    return [Row(name, round(side / through, 3), Target(0.5), note=note)]
+
+
 LANGUAGE = ((256, 32_000), (512, 32_000), (1024, 32_000), (256, 128_256))
 """Widths and words of the decoders whose steps are measured with and without their heads."""
 TUNED = ("lora(rank=8)", "prefix(length=16) + layernorm", "adapter(rank=8)", "dora(rank=8)", "full")
@@ -205,4 +213,5 @@ def pieces() -> list[Piece]:
     encoder, decoder = minilm("encoder", rows=8), minilm("decoder", rows=8)
     both = [Piece(f"memory: {shape}", partial(beside, shape), 10.0) for shape in (encoder, decoder)]
     heads = [Piece(f"memory: head, {w}, {v}", partial(language, w, v), 60.0) for w, v in LANGUAGE]
-    return [*both, Piece("memory: apet", partial(drawn, encoder, 7), 10.0), *heads]
+    beside_model = Piece("memory: ladder", partial(ladder, minilm("encoder", False, 0.0, rows=32)), 10.0)
+    return [*both, Piece("memory: apet", partial(drawn, encoder, 7), 10.0), beside_model, *heads]

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
 
 import deltune  # noqa: E402
+from benchmarks.frame import Report  # noqa: E402
 from deltune import models  # noqa: E402
 from deltune.interop import peft_table  # noqa: E402
 from deltune.methods.registry import GROUPS, REGISTRY  # noqa: E402
@@ -35,9 +36,13 @@ from runtime import test_first_pass  # noqa: E402
 from tables.methods import ROWS  # noqa: E402
 from tables.quantized import FORMS, batch, load_form, save_models  # noqa: E402
 
+BENCH = ROOT / "build" / "bench.json"
 PAGE = ROOT / "docs" / "reference" / "methods.md"
 HEADER = "| method | what it does | for example | PEFT's type | scalars a layer | on MiniLM | from |"
-CHECKS = "| method | lines | outputs | gradients | detach | load | merges | rows | masks | quantised base | compiled |"
+CHECKS = (
+    "| method | lines | outputs | gradients | detach | load | merges | rows | masks | quantised base | compiled "
+    "| step ÷ PEFT |"
+)
 REASONS = {
     "has no affine": "not affine",
     "has no factor": "gated",
@@ -191,6 +196,15 @@ def beside_peft(name: str, folder: Path) -> tuple[str, str]:
     return f"{outputs:.0e}", "PEFT's are wrong" if gradients is None else f"{gradients:.0e}"
 
 
+def step(name: str, before: str) -> str:
+    """A step's time by PEFT's: of the last run of the benchmark, else what the page has."""
+    if of_peft(name) == "none":
+        return "not in PEFT"
+    rows = Report.read(BENCH).all_rows() if BENCH.is_file() else []
+    found = [r.figure for r in rows if re.fullmatch(rf"step / PEFT's: {name}(\(.*\))?", r.name) and r.figure]
+    return f"{found[0]:.2f}" if found else before
+
+
 def of_peft(name: str) -> str:
     """PEFT's types that are this method."""
     rows = [row for row in (*peft_table.IN_TRAINING, *peft_table.ROWS) if row.make.__name__ == name]
@@ -225,9 +239,10 @@ def line(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def checks(name: str, folder: Path) -> str:
-    """What was tried of a method, as cells."""
-    return " | ".join((str(lines_of(name)), *beside_peft(name, folder), *tried(name, folder)))
+def checks(name: str, folder: Path, before: str) -> str:
+    """What was tried of a method, as cells; before: what the page has."""
+    last = step(name, before.rpartition(" | ")[2] or "not timed")
+    return " | ".join((str(lines_of(name)), *beside_peft(name, folder), *tried(name, folder), last))
 
 
 def page_with(text: str, tables: dict[str, list[str]]) -> str:
@@ -248,13 +263,13 @@ def main(*chosen: str) -> None:
     warnings.simplefilter("ignore")
     text = PAGE.read_text(encoding="utf-8")
     every = [name for group in GROUPS.values() for name in group]
-    found = dict(re.findall(r"^\| `(\w+)` \| (\d+(?: \| [^|]+){9}) \|", text, re.MULTILINE))
+    found = dict(re.findall(r"^\| `(\w+)` \| (\d+(?: \| [^|]+){10}) \|", text, re.MULTILINE))
     wrong = []
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder))
         for name in chosen or every:
             try:
-                found[name] = checks(name, Path(folder))
+                found[name] = checks(name, Path(folder), found.get(name, ""))
             except SystemExit as error:
                 wrong.append(str(error))
             print(name, found.get(name), file=sys.stderr, flush=True)

@@ -147,7 +147,7 @@ def test_compiled(family: Family, method: str, backend: str) -> None:
     ("name", "text", "gradients"),
     product(
         ["bert", "gpt2", "gpt_neox", "llama"],
-        ["mam(length=2, rank=2)", "lora(rank=2)", "ia3", "layernorm", "Modification('key', Vector()) + ia3"],
+        ["mam(length=2, rank=2)", "lora(rank=2)", "xlora(number=2)", "ia3", "Modification('key', Vector()) + ia3"],
         [True, False],
     ),
 )

@@ -234,7 +234,7 @@ def test_what_was_checked_of_methods(name: str) -> None:
     """Nothing is left open: what was not compared or cannot be done has its reason."""
     checked, script = table_rows("What was checked"), table_script()
     assert name in checked, f"{REFERENCE} does not say what was checked of {name}: run `python docs/hooks/methods.py`"
-    lines, outputs, gradients, *tried = checked[name]
+    lines, outputs, gradients, *tried, step = checked[name]
     assert int(lines) == script.lines_of(name) and len(tried) == 7
     in_peft, laws = script.of_peft(name) != "none", [r for r in ROWS if r.text == script.specimen_of(name)]
     for cell in (outputs, gradients):
@@ -243,6 +243,8 @@ def test_what_was_checked_of_methods(name: str) -> None:
         else:
             assert re.fullmatch(r"as `\w+`|PEFT's are wrong" if in_peft else "not in PEFT", cell)
     assert all(re.fullmatch(r"yes|no: .+", cell) for cell in tried)
+    timed = in_peft and step != "not timed"
+    assert float(step) <= 1.1 if timed else step == "not timed" if in_peft else step == "not in PEFT"
     assert tried[2].startswith("yes") in ([row.merges for row in laws] or [True])
 
 

@@ -181,8 +181,7 @@ class EditChain:
         self.reads_weight = any(edit.form.reads_weight for edit, _ in edits)
         changed = {n for group in edits_of_groups for delta in group.deltas for n, _ in delta.weight_edits()}
         self.by_base = f"{place[0]}.weight" not in changed
-        can_stack = not (alike or cache is None or self.reads_weight)
-        self.stacked = StackedEdits(place, edits_of_groups, cache) if can_stack and cache is not None else None
+        self.stacked = None if alike or cache is None else StackedEdits(place, edits_of_groups, cache)
 
     def apply(
         self,
@@ -195,9 +194,9 @@ class EditChain:
     ) -> torch.Tensor:
         """Return h with the edits applied, each to the rows that use it."""
         read = input_reader(inputs, module_input)
-        in_place = in_place and not self.reads_weight  # what the module has computed is read by every edit
         if self.by_group:
             return self._row_by_row(h, module, read, in_place, facts)
+        in_place = in_place and not self.reads_weight  # what the module has computed is read by every edit
         whole, output = h, h if self.reads_weight else None
         call = ModuleCall(module, module.forward, output, self._by_base(module), facts)
         for one in self.for_all_rows:  # only h itself may be overwritten, not the result of an edit
@@ -225,8 +224,9 @@ class EditChain:
             output = rows if self.reads_weight else None
             of_rows = {name: group.select(fact) for name, fact in facts.items()}
             call = ModuleCall(module, partial(_forward_of, group, module), output, self._by_base(module), of_rows)
-            for one in chain:
-                part = one.apply_to(part, call, read_rows, part if overwritten and part is rows else None)
+            for one in chain:  # each may read what the module has computed for these rows
+                can_overwrite = overwritten and part is rows and not self.reads_weight
+                part = one.apply_to(part, call, read_rows, part if can_overwrite else None)
             if not overwritten:
                 parts[group] = part
             elif part is not rows:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -106,10 +107,10 @@ class DeltaRows:
     @property
     def selects_view(self) -> bool:
         """Whether `select` returns a view: consecutive rows, in a pass without gradients."""
-        return self._consecutive and is_plain_inference()
+        return self.is_consecutive and is_plain_inference()
 
     @cached_property
-    def _consecutive(self) -> bool:
+    def is_consecutive(self) -> bool:
         return self.rows is not None and self.rows[-1] - self.rows[0] + 1 == len(self.rows)
 
     def select(self, whole: torch.Tensor) -> torch.Tensor:
@@ -140,6 +141,9 @@ def all_rows_alike(groups: Sequence[DeltaRows]) -> bool:
 
 def combine_rows(whole: torch.Tensor, parts: Mapping[DeltaRows, torch.Tensor]) -> torch.Tensor:
     """Return the tensor with the rows of every group replaced, in one copy for any number of groups."""
+    if len(parts) == 1:
+        ((group, part),) = parts.items()
+        return group.replace(whole, part)
     index = torch.cat([group.index(whole.shape[0], whole.device) for group in parts])
     return whole.index_copy(0, index, torch.cat(tuple(parts.values())))
 
@@ -310,11 +314,15 @@ class ModuleByRow:
     """Runs the module once for each delta, with its tensors, on its rows, and once on the rows of all others."""
 
     def __init__(self, module: nn.Module, groups: Sequence[DeltaRows]) -> None:
-        self.groups = [group for group in groups if module in group.overrides]
+        some = [group for group in groups if module in group.overrides]
         size = groups[0].batch_size
-        taken = {row for group in self.groups for row in group.rows or ()}
-        if rest := tuple(row for row in range(size) if row not in taken):
-            self.groups.append(DeltaRows((), rest, size))  # without overrides
+        taken = {row for group in some for row in group.rows or ()}
+        rest = [row for row in range(size) if row not in taken]
+        # where the rows of each delta are consecutive, those of the others between them are too, and no row is moved
+        self.in_order = all(group.is_consecutive for group in some)
+        runs = _consecutive_runs(rest) if self.in_order else [rest] if rest else []
+        some += [DeltaRows((), tuple(run), size) for run in runs]  # without overrides
+        self.groups = sorted(some, key=lambda group: group.rows or ())
         self._orders: Indices = {}
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -336,14 +344,22 @@ class ModuleByRow:
     def _join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the output of all rows; where deltas have heads of other numbers of labels, padded to the widest."""
         width = max(part.shape[-1] for part in parts)
-        pad = partial(nn.functional.pad, value=-torch.inf)
-        padded = torch.cat([pad(part, (0, width - part.shape[-1])) for part in parts])
+        if any(part.shape[-1] < width for part in parts):
+            parts = [nn.functional.pad(part, (0, width - part.shape[-1]), value=-torch.inf) for part in parts]
+        padded = torch.cat(tuple(parts))
+        if self.in_order:
+            return padded
         size, device = len(padded), padded.device
 
         def make_order() -> torch.Tensor:
             return torch.cat([group.index(size, device) for group in self.groups]).argsort()
 
         return padded.index_select(0, _made_once(self._orders, size, device, make_order))
+
+
+def _consecutive_runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Return ascending numbers in runs of consecutive ones."""
+    return [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
 
 
 class KeptByRow:

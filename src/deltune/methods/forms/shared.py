@@ -11,7 +11,6 @@ from ..parser import Share, Size
 from .base import (
     BeforeUp,
     FactorForm,
-    Form,
     Place,
     Shapes,
     Specs,
@@ -22,6 +21,7 @@ from .base import (
     parameter_specs,
 )
 from .starts import buffer_specs, down_up, indivisible, random_entries, rank_above, seeded_buffer_specs, singular
+from .weights import ChangeForm
 
 if TYPE_CHECKING:
     import torch
@@ -281,7 +281,7 @@ class NoLA(FactorForm):
 
 
 @dataclass(frozen=True, repr=False)
-class FRoD(Form):
+class FRoD(ChangeForm):
     """A rotation and scales in a basis V that weights have in common, U (S + diag(λ)) Vᵀ x (PEFT: FrodConfig).
 
     W is U diag(λ₀) Vᵀ, and the columns of U have length 1. S is sparse, and 0 on its diagonal.
@@ -295,7 +295,6 @@ class FRoD(Form):
         seed: The seed of their positions.
     """
 
-    reads_weight: ClassVar[bool] = True
     density: Share = 0.01
     seed: int = 0
 
@@ -334,17 +333,10 @@ class FRoD(Form):
         for name, tensor in tensors.items():
             tensor.copy_(buffers["start"]) if name == "values" else tensor.zero_()
 
-    def affine(self, tensors: Tensors, at: Place | None) -> tuple[torch.Tensor, None]:
-        return tensors["U"] @ self._change(tensors) @ tensors["basis"].t(), None
-
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
-        return u @ tensors["basis"].to(u.dtype) @ self._change(tensors).t().to(u.dtype), tensors["U"], None
-
-    def _change(self, tensors: Tensors) -> torch.Tensor:
-        """Return S + diag(λ - λ₀)."""
+    def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
         difference = tensors["values"] - tensors["start"]
-        flat = difference.diag().flatten()
-        return flat.index_put((tensors["positions"],), tensors["entries"]).view(len(difference), -1)
+        flat = difference.diag().flatten().index_put((tensors["positions"],), tensors["entries"])
+        return tensors["U"] @ flat.view(len(difference), -1) @ tensors["basis"].t()
 
 
 def common_basis(weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -131,12 +131,11 @@ class Circulant(MatrixForm):
         tensors["kernel"].zero_()
 
     def matrix(self, tensors: Tensors) -> torch.Tensor:
-        import torch
-
         m, n, b = tensors["kernel"].shape
-        steps = torch.arange(b, device=tensors["kernel"].device)
-        blocks = tensors["kernel"][:, :, (steps - steps[:, None]) % b]
-        return blocks.permute(0, 2, 1, 3).reshape(m * b, n * b) / (n * b)
+        kernel = (tensors["kernel"] / (n * b))[:, :, None]
+        # in rows of 2 b - 1, each repetition of b numbers begins one further to the right: no index, no sum by one
+        blocks = kernel.expand(m, n, 2 * b - 1, b).reshape(m, n, b, 2 * b - 1)[..., :b]
+        return blocks.transpose(1, 2).reshape(m * b, n * b)
 
 
 @dataclass(frozen=True, repr=False)

@@ -88,9 +88,11 @@ class DoRA(WeightForm):
 
     def _gain(self, tensors: Tensors, at: Place) -> torch.Tensor:
         """Return m / ‖W + s B A‖ (d_out,)."""
+        import torch
+
         down, up, s = tensors["down"].detach(), tensors["up"].detach(), self.scale
-        squares = tensors["squares"] + 2 * s * (up * at(down).t()).sum(1)
-        squares = squares + s**2 * (up @ (down @ down.t()) * up).sum(1)
+        mixed = torch.addmm(at(down).t().to(up.dtype), up, down @ down.t(), beta=2 * s, alpha=s**2)
+        squares = tensors["squares"] + (up * mixed).sum(1)
         return tensors["magnitude"] / squares.detach().clamp_min(0).sqrt()
 
     def weight(self, tensors: Tensors, at: Place) -> torch.Tensor:
