@@ -262,18 +262,24 @@ def new_file_mode(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def file_lock(path: Path) -> Iterator[None]:
+def file_lock(path: Path, *, wait: bool = True) -> Iterator[bool]:
     """Hold a lock inside this context, for which other processes wait.
 
-    Where the file system has no locks, nobody waits.
+    Without `wait` the context may have False, and no lock: another process holds it. Where the file system has no
+    locks, nobody waits.
     """
-    from filelock import FileLock
+    from filelock import FileLock, Timeout
 
+    held = True
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, NotImplementedError):
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(FileLock(path))
-        yield
+            stack.enter_context(FileLock(path, blocking=wait))
+        except Timeout:
+            held = False
+        except (OSError, NotImplementedError):
+            pass
+        yield held
 
 
 @contextlib.contextmanager

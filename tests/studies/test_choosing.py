@@ -134,26 +134,51 @@ def test_an_interrupted_search_goes_on(root: Path, tmp_path: Path, monkeypatch: 
     assert (choice.method, choice.learning_rate, choice.test) == (whole.method, whole.learning_rate, whole.test)
 
 
+def words(root: Path, output: Path) -> list[str]:
+    """The command of a search in the default space."""
+    settings = [word for pair in ("epochs=2", "batch_size=8", "max_length=16") for word in ("--set", pair)]
+    return ["choose", "--model", str(root / "model"), "--data", str(root / "data"), "--output", str(output),
+            "--budget", "1200", *settings]  # fmt: skip
+
+
 @pytest.mark.slow
 def test_a_killed_search_goes_on(root: Path, tmp_path: Path) -> None:
     """By SIGKILL while its third candidate trains: the same command then chooses as one that was not killed."""
-
-    def words(output: Path) -> list[str]:
-        settings = [word for pair in ("epochs=2", "batch_size=8", "max_length=16") for word in ("--set", pair)]
-        return ["choose", "--model", str(root / "model"), "--data", str(root / "data"), "--output", str(output),
-                "--budget", "1200", *settings]  # fmt: skip
-
     killed = tmp_path / "killed"
-    started = Started(deltune, killed, *words(killed))
+    started = Started(deltune, killed, *words(root, killed))
     while len(list(killed.glob("runs/*"))) < 3:
         assert started.running, started.printed
         time.sleep(0.01)
     assert started.kill() and not (killed / "choice.json").exists()
     whole = tmp_path / "whole"
     for output in (killed, whole):
-        assert CliRunner().invoke(app, words(output)).exit_code == 0
+        assert CliRunner().invoke(app, words(root, output)).exit_code == 0
     one, other = (json.loads((output / "choice.json").read_text()) for output in (killed, whole))
     assert all(one[name] == other[name] for name in ("method", "learning_rate", "test", "decided"))
+
+
+@pytest.mark.slow
+def test_processes_share_a_search(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one process trains a candidate, the same command in another tries all others; both choose the same."""
+    output, folders, others = tmp_path / "shared", list[Path](), list[Started]()
+    train = module.train
+
+    def train_beside(config: Any, folder: Any, **more: Any) -> Any:
+        folders.append(Path(folder))
+        if not others:
+            others.append(Started(deltune, tmp_path / "other", *words(root, output)))
+            left = len(json.loads((output / "candidates.json").read_text())["candidates"]) - 1
+            while others[0].printed.count("on the rows held out") < left:
+                assert others[0].running, others[0].printed
+                time.sleep(0.01)
+        return train(config, folder, **more)
+
+    monkeypatch.setattr(module, "train", train_beside)
+    assert CliRunner().invoke(app, words(root, output)).exit_code == 0
+    assert [folder.parent.name for folder in folders].count("runs") == 1
+    assert others[0].wait() == 0
+    choice = json.loads((output / "choice.json").read_text())
+    assert f"{choice['method']} at {choice['learning_rate']:g}: test" in others[0].printed
 
 
 def refusals(root: Path) -> Iterator[tuple[dict[str, Any], str]]:

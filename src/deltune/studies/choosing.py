@@ -16,13 +16,12 @@ import shlex
 import shutil
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import optuna
-from optuna.distributions import CategoricalDistribution
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
@@ -38,8 +37,8 @@ from ..models import load_config
 from ..train import (
     Line,
     ModelCache,
-    ProbeRecord,
     RunConfig,
+    RunFolder,
     RunMetrics,
     Slice,
     StepCost,
@@ -171,7 +170,8 @@ def choose(
 ) -> Choice:
     """Choose a method and a learning rate within limits, and train the winner.
 
-    The same call goes on where it was interrupted, and returns what was chosen once it is finished.
+    The same call goes on where it was interrupted, shares the work with processes that were given it at the same time,
+    and returns what was chosen once it is finished.
 
     Args:
         model: The model, as in `deltune train`.
@@ -195,8 +195,7 @@ def choose(
     is_new = not search.folder.exists()
     search.folder.mkdir(parents=True, exist_ok=True)
     try:
-        with file_lock(search.folder / "choose.lock"):
-            return search.run()
+        return search.run()
     except DeltuneError:
         if is_new and not (search.folder / "candidates.json").exists():  # refused before anything was kept
             shutil.rmtree(search.folder)
@@ -211,6 +210,7 @@ class _Search:
         minutes: float | None, mergeable: bool, space: str | Sequence[str], options: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.start, self.folder, self.cache = time.monotonic(), folder, ModelCache()
+        self.lock, self.finished = folder / "choose.lock", folder / "choice.json"
         self.predicted = self.measured = 0.0  # seconds of the runs so far
         self.minutes, self.mergeable, self.budget = minutes, mergeable, budget
         self.memory = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
@@ -237,36 +237,47 @@ class _Search:
         return self.before + time.monotonic() - self.start
 
     def run(self) -> Choice:
-        """Search, or go on, or read what was chosen."""
-        self.study = self._open_study()
-        self.before = float(self.study.user_attrs.get("seconds", 0.0))
-        finished = self.folder / "choice.json"
-        if finished.is_file():
-            logger.info("%s is finished; nothing to do", self.folder)
-            return _read_choice(self.folder, read_json_object(finished))
-        self.rows = self._split()
+        """Search, go on, or read what was chosen; other processes may be at work on the same search."""
+        with file_lock(self.lock):
+            self.study, self.finals = self._open("choose"), self._open("finals")
+            self._check_asked()
+            self.before = float(self.study.user_attrs.get("seconds", 0.0))
+            if self.finished.is_file():
+                logger.info("%s is finished; nothing to do", self.folder)
+                return _read_choice(self.folder, read_json_object(self.finished))
+            self.rows = self._split()
+            with _quiet_runs():
+                candidates = self._candidates()
+            kept = {one.name: one for one in candidates if not one.dropped}
+            if not self.study.trials:
+                for name in sorted(kept, key=lambda name: not kept[name].has_default_rate):
+                    self.study.enqueue_trial({}, user_attrs={"candidate": name})
         with _quiet_runs():
-            candidates = self._candidates()
-            self._halve(candidates)
-            return self._finish(candidates)
+            self._halve(kept)
+            finalists = self._finals(kept)
+            with file_lock(self.lock):
+                if self.finished.is_file():  # by another process
+                    return _read_choice(self.folder, read_json_object(self.finished))
+                return self._finish(candidates, finalists)
 
-    def _open_study(self) -> optuna.Study:
-        """Open the study of the folder, or begin one; another search's folder is refused."""
+    def _open(self, name: str) -> optuna.Study:
+        """Open a study of the folder, or begin it; its journal is for several processes at once."""
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        storage = JournalStorage(JournalFileBackend(str(self.folder / "optuna.log")))
-        study = optuna.create_study(
-            storage=storage, study_name="choose", direction="maximize", load_if_exists=True,
-            sampler=optuna.samplers.RandomSampler(seed=0),
+        return optuna.create_study(
+            storage=JournalStorage(JournalFileBackend(str(self.folder / "optuna.log"))), study_name=name,
+            direction="maximize", load_if_exists=True, sampler=optuna.samplers.RandomSampler(seed=0),
         )  # fmt: skip
-        before = study.user_attrs.get("asked")
+
+    def _check_asked(self) -> None:
+        """Refuse the folder of another search."""
+        before = self.study.user_attrs.get("asked")
         if before is not None and before != self.record:
             differences = [name for name in self.record if before.get(name) != self.record[name]]
             raise DeltuneError(
                 f"{self.folder} has a search with other values of {', '.join(differences)}: give another --output, or "
                 "remove the folder"
             )
-        study.set_user_attr("asked", self.record)
-        return study
+        self.study.set_user_attr("asked", self.record)
 
     def _split(self) -> Slice:
         """Return which training rows candidates train on, and which judge them; refuse data that cannot decide."""
@@ -369,37 +380,62 @@ class _Search:
             self.measured += time.monotonic() - before
             self.predicted += run_seconds(cost) * validations / EIGHTHS
 
-    def _halve(self, candidates: Sequence[Candidate]) -> None:
+    def _share(self, study: optuna.Study, work: Callable[[Trial, str], None], is_over: Callable[[], bool]) -> None:
+        """Do what waits in a study, beside other processes, until that is over; then wait for the others.
+
+        What a process left that was ended is taken over and goes on from its checkpoint.
+        """
+        while True:
+            with contextlib.ExitStack() as mine:
+                with file_lock(self.lock):
+                    others = False
+                    for trial in study.get_trials(states=(TrialState.RUNNING,)):
+                        with file_lock(self._claim(study, trial.number), wait=False) as is_left:
+                            if is_left:
+                                study.tell(trial.number, state=TrialState.PRUNED)
+                                study.enqueue_trial({}, user_attrs=trial.user_attrs)
+                        others |= not is_left
+                    new = None
+                    if study.get_trials(states=(TrialState.WAITING,)) and not is_over():
+                        new = study.ask()
+                        mine.enter_context(file_lock(self._claim(study, new.number)))
+                if new is not None:
+                    work(new, new.user_attrs["candidate"])
+                    continue
+            if not others:
+                return
+            time.sleep(1)
+
+    def _claim(self, study: optuna.Study, number: int) -> Path:
+        return self.folder / "claims" / f"{study.study_name}-{number}"
+
+    def _halve(self, kept: Mapping[str, Candidate]) -> None:
         """Train the candidates, the defaults first; the pruner stops those that fall behind."""
-        kept = {one.name: one for one in candidates if not one.dropped}
         longest = max(run_seconds(one.cost) for one in kept.values() if one.cost) / 60
         logger.info("%s; a whole run takes %.1f minutes at most", counted(len(kept), "candidate"), longest)
-        names = CategoricalDistribution(list(kept))
-        if not self.study.trials:
-            for name in sorted(kept, key=lambda name: not kept[name].has_default_rate):
-                self.study.enqueue_trial({"candidate": name})
-        for trial in self.study.trials:
-            if trial.state == TrialState.RUNNING:  # its process was ended; the run goes on from its checkpoint
-                kept[trial.params["candidate"]].rungs = dict(trial.intermediate_values)
-                self.study.tell(trial.number, state=TrialState.FAIL)
-                self.study.enqueue_trial({"candidate": trial.params["candidate"]})
-        while any(trial.state == TrialState.WAITING for trial in self.study.trials):
-            if self._time_is_up(SEARCH_SHARE) and any(one.rungs for one in kept.values()):
-                logger.info("the time of the search is up; what has not been tried is left out")
-                break
-            new = self.study.ask({"candidate": names})
-            self._train(new, kept[new.params["candidate"]])
-            self.study.set_user_attr("seconds", self.seconds)
-        for trial in self.study.trials:
-            if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
-                kept[trial.params["candidate"]].rungs = dict(trial.intermediate_values)
+
+        def is_over() -> bool:
+            return self._time_is_up(SEARCH_SHARE) and any(trial.intermediate_values for trial in self.study.trials)
+
+        self._share(self.study, lambda trial, name: self._train(trial, kept[name]), is_over)
+        if self.study.get_trials(states=(TrialState.WAITING,)):
+            logger.info("the time of the search is up; what has not been tried is left out")
+        for one in kept.values():
+            one.rungs = self._rungs(one)
+
+    def _rungs(self, candidate: Candidate) -> dict[int, float]:
+        """Return the validations of a candidate by all processes so far; none if it diverged."""
+        trials = self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
+        mine = [trial for trial in trials if trial.user_attrs["candidate"] == candidate.name]
+        return {step: value for trial in mine for step, value in trial.intermediate_values.items()}
 
     def _train(self, trial: Trial, candidate: Candidate) -> None:
         """Train one candidate until its end, or until the pruner or the time stops it."""
         assert candidate.cost is not None
         self.study.pruner = halving(candidate.cost.steps)
         stopped = ""
-        earlier = dict(candidate.rungs)  # before it was interrupted
+        earlier = self._rungs(candidate)  # before it was interrupted
+        candidate.rungs = dict(earlier)
         for step, quality in earlier.items():
             trial.report(quality, step)
             trial.should_prune()
@@ -408,6 +444,7 @@ class _Search:
             nonlocal stopped
             if step not in earlier:
                 trial.report(quality, step)
+            self.study.set_user_attr("seconds", self.seconds)
             candidate.rungs[step] = quality
             if trial.should_prune():
                 stopped = "falls behind"
@@ -421,8 +458,7 @@ class _Search:
                 report=False, rows=self._judged, stop_if=stop_if,
             )  # fmt: skip
         except DivergedError as error:
-            candidate.rungs = {}  # worse than any other
-            self.study.tell(trial, state=TrialState.FAIL)
+            self.study.tell(trial, state=TrialState.FAIL)  # worse than any other
             logger.info("%s: %s", candidate.name, error)
             return
         value = candidate.best
@@ -439,13 +475,44 @@ class _Search:
         left = waiting * self.seconds / done
         return f" ({counted(waiting, 'candidate')} left, about {left / 60:.1f} minutes)" if waiting else ""
 
-    def _finish(self, candidates: Sequence[Candidate]) -> Choice:
-        """Train the best two on all rows, choose by validation, score the test split once, and write the report."""
-        ranked = sorted((one for one in candidates if one.rungs), key=lambda one: (-max(one.rungs), -one.best))
-        if not ranked:
+    def _finals(self, kept: Mapping[str, Candidate]) -> list[Candidate]:
+        """Train the best two on all rows, under each seed that the time allows, and return them."""
+        with file_lock(self.lock):
+            if not self.finals.trials:
+                ranked = sorted(
+                    (one for one in kept.values() if one.rungs), key=lambda one: (-max(one.rungs), -one.best)
+                )
+                for seed in self.seeds:
+                    for one in ranked[:FINALISTS]:
+                        self.finals.enqueue_trial({}, user_attrs={"candidate": one.name, "seed": seed})
+        finalists = list(dict.fromkeys(trial.user_attrs["candidate"] for trial in self.finals.trials))
+        if not finalists:
             raise DivergedError("every candidate diverged: give lower rates by another --space, or --warmup 0.1")
-        finalists = ranked[:FINALISTS]
-        metric, probe = self._finals(finalists)
+        costs = [cost for name in finalists if (cost := kept[name].cost)]
+
+        def is_over() -> bool:
+            states = (TrialState.RUNNING, TrialState.COMPLETE)
+            seeds, rest = divmod(len(self.finals.get_trials(states=states)), len(finalists))
+            return seeds > 0 and not rest and not self._fits(*costs)
+
+        def train_final(trial: Trial, name: str) -> None:
+            one, seed = kept[name], trial.user_attrs["seed"]
+            assert one.cost is not None
+            path = self._final_folder(one, seed)
+            best = self._timed(self._config(one, seed=seed), path, one.cost, rows=self._all_but_test).best
+            self.finals.tell(trial, float(best.value or 0.0))
+            self.study.set_user_attr("seconds", self.seconds)
+            logger.info("%s, seed %d: validation %s %.4f", name, seed, best.metric, best.value or 0.0)
+
+        self._share(self.finals, train_final, is_over)
+        for trial in self.finals.get_trials(states=(TrialState.COMPLETE,)):
+            kept[trial.user_attrs["candidate"]].finals.append(trial.values[0])
+        return [kept[name] for name in finalists]
+
+    def _finish(self, candidates: Sequence[Candidate], finalists: Sequence[Candidate]) -> Choice:
+        """Choose by validation, score the test split once, and write the report."""
+        first = RunFolder(self._final_folder(finalists[0], self.seeds[0])).metrics
+        metric, probe = str(first.best.metric), first.probe
         winner, decided = _winner(finalists, signed_score(metric, 1.0) > 0)
         folder = self._final_folder(winner, self.seeds[0])
         link = self.folder / "best"
@@ -461,21 +528,6 @@ class _Search:
         )  # fmt: skip
         self._write(choice, candidates, metric)
         return choice
-
-    def _finals(self, finalists: Sequence[Candidate]) -> tuple[str, ProbeRecord | None]:
-        """Train each finalist under each seed that the time allows; return the metric and the probe."""
-        metric, probe = "loss", None
-        for seed in self.seeds:
-            if seed != self.seeds[0] and not self._fits(*(one.cost for one in finalists if one.cost)):
-                break
-            for one in finalists:
-                assert one.cost is not None
-                path = self._final_folder(one, seed)
-                metrics = self._timed(self._config(one, seed=seed), path, one.cost, rows=self._all_but_test)
-                metric, probe = str(metrics.best.metric), metrics.probe or probe
-                one.finals.append(float(metrics.best.value or 0.0))
-                logger.info("%s, seed %d: validation %s %.4f", one.name, seed, metric, one.finals[-1])
-        return metric, probe
 
     def _final_folder(self, candidate: Candidate, seed: int) -> Path:
         return self.folder / "finals" / f"{_folder_name(candidate)}-seed{seed}"
@@ -504,7 +556,7 @@ class _Search:
     def _write(self, choice: Choice, candidates: Sequence[Candidate], metric: str) -> None:
         """Write choice.json, and report.html with the curve of every candidate."""
         values = choice.as_json()
-        write_json(self.folder / "choice.json", values)
+        write_json(self.finished, values)
         lines = [
             Line(one.name, [(s, abs(v)) for s, v in one.rungs.items()], dots=True) for one in candidates if one.rungs
         ]

@@ -177,7 +177,7 @@ def revoke_key(path: Path, identity: str) -> str:
     return owner.name
 
 
-def _changing(path: Path) -> contextlib.AbstractContextManager[None]:
+def _changing(path: Path) -> contextlib.AbstractContextManager[bool]:
     """Lock a file of keys, so that nobody else changes it between reading and writing."""
     return file_lock(path.parent / f".{path.name}.lock")
 

@@ -109,7 +109,7 @@ def cached_files(folder: Path) -> dict[str, list[Path]]:
     }
 
 
-def exclusive_creation(path: Path) -> contextlib.AbstractContextManager[None]:
+def exclusive_creation(path: Path) -> contextlib.AbstractContextManager[bool]:
     """Lock a file, so that a second process waits inside this context and then finds what the first has written.
 
     Where the file system has no locks, every process writes the file, and the last one replaces it.
