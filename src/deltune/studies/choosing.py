@@ -317,14 +317,11 @@ class _Search:
                 continue
             if all(method != one.method for one in candidates):
                 candidates += self._measured(method, scalars, limit)
-        kept = [one for one in candidates if not one.dropped]
-        for one in candidates:
-            if one.dropped:
-                logger.info("%s is left out: %s", one.name if one.rate == one.rate else one.method, one.dropped)
-        if not kept:
-            raise DeltuneError(
-                "no candidate keeps the limits: " + "; ".join(f"{one.method}: {one.dropped}" for one in candidates)
-            )
+        dropped = [f"{one.method}: {one.dropped}" for one in candidates if one.dropped]
+        if len(dropped) == len(candidates):
+            raise DeltuneError(f"no candidate keeps the limits: {'; '.join(dropped)}")
+        for line in dropped:
+            logger.info("left out: %s", line)
         write_json(path, {"candidates": [_as_json(one) for one in candidates]})
         return candidates
 
@@ -342,9 +339,12 @@ class _Search:
         elif self.mergeable and cost.why_unmerged:
             why = f"it cannot be merged ({cost.why_unmerged})"
         elif self.minutes is not None and FINALISTS * seconds > (1 - SEARCH_SHARE) * 60 * self.minutes:
-            why = f"a run takes {seconds / 60:.1f} minutes; {FINALISTS} must fit into half of {self.minutes:g}"
+            needed = math.ceil(FINALISTS * seconds / (1 - SEARCH_SHARE) / 60)
+            why = f"a run takes {seconds / 60:.1f} minutes; give {needed} minutes or more, or fewer epochs or rows"
+        if why:
+            return [Candidate(method, math.nan, scalars, cost, why)]
         rates = [cost.rate, *(float(f"{cost.rate * factor:.2g}") for factor in self.factors if factor != 1)]
-        return [Candidate(method, rate, scalars, cost, why) for rate in rates]
+        return [Candidate(method, rate, scalars, cost) for rate in rates]
 
     def _judged(self, data: TaskData) -> TaskData:
         return self.rows(data)
