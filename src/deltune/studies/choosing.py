@@ -211,6 +211,7 @@ class _Search:
     ) -> None:  # fmt: skip
         self.start, self.folder, self.cache = time.monotonic(), folder, ModelCache()
         self.lock, self.finished = folder / "choose.lock", folder / "choice.json"
+        self.setup = 0.0  # seconds of what is around the steps of a run
         self.predicted = self.measured = 0.0  # seconds of the runs so far
         self.minutes, self.mergeable, self.budget = minutes, mergeable, budget
         self.memory = parse_bytes(memory, "memory") if isinstance(memory, str) else memory
@@ -294,6 +295,8 @@ class _Search:
         if data.kind == "classification" and len(set(data.splits["train"]["label"])) < 2:
             raise DeltuneError(f"data {data.source}: all training rows have one label, so nothing can be chosen")
         self.data = data
+        self.growth = 1.0 if self.base.optim.steps else rows / (rows - held_out)
+        self.relative = {split: len(rows_of) / held_out for split, rows_of in data.splits.items()}
         return Slice(rows - held_out, held_out, self.base.runtime.seed)
 
     def _candidates(self) -> list[Candidate]:
@@ -333,14 +336,15 @@ class _Search:
             cost = measure_steps(self.base.replace(method=method), self._judged, self.cache)
         except DeltuneError as error:
             return [Candidate(method, math.nan, scalars, dropped=str(error))]
-        why, seconds = "", run_seconds(cost)
+        seconds = self._predicted(cost, final=True)
+        needed = max(FINALISTS * seconds / (1 - SEARCH_SHARE), FINALISTS * seconds + self.seconds) / 60
+        why = ""
         if self.memory is not None and cost.peak_bytes > self.memory:
             why = f"{format_bytes(cost.peak_bytes)} of memory, {format_bytes(self.memory)} are allowed"
         elif self.mergeable and cost.why_unmerged:
             why = f"it cannot be merged ({cost.why_unmerged})"
-        elif self.minutes is not None and FINALISTS * seconds > (1 - SEARCH_SHARE) * 60 * self.minutes:
-            needed = math.ceil(FINALISTS * seconds / (1 - SEARCH_SHARE) / 60)
-            why = f"a run takes {seconds / 60:.1f} minutes; give {needed} minutes or more, or fewer epochs or rows"
+        elif self.minutes is not None and needed > self.minutes:
+            why = f"a run takes {seconds / 60:.1f} minutes; give {math.ceil(needed)} minutes, or fewer epochs or rows"
         if why:
             return [Candidate(method, math.nan, scalars, cost, why)]
         rates = [cost.rate, *(float(f"{cost.rate * factor:.2g}") for factor in self.factors if factor != 1)]
@@ -355,19 +359,32 @@ class _Search:
             method=candidate.method, lr=candidate.rate, validate_every=_eighth(candidate.cost.steps), **values
         )
 
-    def _time_is_up(self, share: float) -> bool:
-        return self.minutes is not None and self.seconds > share * 60 * self.minutes
+    def _predicted(self, cost: StepCost, *, final: bool, validations: int | None = None) -> float:
+        """Return how long a run takes, or its first validations, by what its first steps took; a final has all rows."""
+        number = EIGHTHS * (self.growth if final else 1) if validations is None else validations
+        share = self.relative["validation"] if final else 1
+        return self.setup + number * (cost.steps * cost.step_seconds / EIGHTHS + share * cost.validation_seconds)
 
     def _fits(self, *costs: StepCost) -> bool:
-        """Whether whole runs of these costs end within the minutes, at the pace of the runs so far."""
+        """Whether finals of these costs, and a look at the test split, end within the minutes at the pace so far."""
+        if self.minutes is None:
+            return True
+        tested = self.relative.get("test", 0) * costs[0].validation_seconds
         pace = self.measured / self.predicted if self.predicted else 1.0
-        left = math.inf if self.minutes is None else 60 * self.minutes - self.seconds
-        return pace * sum(run_seconds(cost) for cost in costs) <= left
+        needed = pace * (tested + sum(self._predicted(cost, final=True) for cost in costs))
+        return needed <= 60 * self.minutes - self.seconds
 
-    def _timed(self, config: RunConfig, path: Path, cost: StepCost, **options: Any) -> RunMetrics:
+    def _time_is_up(self) -> bool:
+        """Whether the search must end, so that the finals have the rest of the minutes."""
+        if self.minutes is None or not any(trial.intermediate_values for trial in self.study.trials):
+            return False
+        return self.seconds > SEARCH_SHARE * 60 * self.minutes or not self._fits(*self.longest)
+
+    def _timed(self, config: RunConfig, path: Path, cost: StepCost, *, final: bool, **options: Any) -> RunMetrics:
         """Train, and note how long it took beside what its cost predicts."""
         before, validations = time.monotonic(), 0
         stop_if = options.pop("stop_if", None)
+        options["rows"] = self._all_but_test if final else self._judged
 
         def count_validations(step: int, quality: float) -> bool:
             nonlocal validations
@@ -378,7 +395,8 @@ class _Search:
             return train(config, path, progress=False, cache=self.cache, stop_if=count_validations, **options)
         finally:
             self.measured += time.monotonic() - before
-            self.predicted += run_seconds(cost) * validations / EIGHTHS
+            self.predicted += self._predicted(cost, final=final, validations=validations)
+            self.study.set_user_attr("seconds", self.seconds)
 
     def _share(self, study: optuna.Study, work: Callable[[Trial, str], None], is_over: Callable[[], bool]) -> None:
         """Do what waits in a study, beside other processes, until that is over; then wait for the others.
@@ -411,13 +429,11 @@ class _Search:
 
     def _halve(self, kept: Mapping[str, Candidate]) -> None:
         """Train the candidates, the defaults first; the pruner stops those that fall behind."""
-        longest = max(run_seconds(one.cost) for one in kept.values() if one.cost) / 60
-        logger.info("%s; a whole run takes %.1f minutes at most", counted(len(kept), "candidate"), longest)
-
-        def is_over() -> bool:
-            return self._time_is_up(SEARCH_SHARE) and any(trial.intermediate_values for trial in self.study.trials)
-
-        self._share(self.study, lambda trial, name: self._train(trial, kept[name]), is_over)
+        costs = sorted((one.cost for one in kept.values() if one.cost), key=run_seconds)
+        self.longest, self.setup = costs[-FINALISTS:], min(cost.setup_seconds for cost in costs)
+        minutes = run_seconds(costs[-1]) / 60
+        logger.info("%s; a whole run takes %.1f minutes at most", counted(len(kept), "candidate"), minutes)
+        self._share(self.study, lambda trial, name: self._train(trial, kept[name]), self._time_is_up)
         if self.study.get_trials(states=(TrialState.WAITING,)):
             logger.info("the time of the search is up; what has not been tried is left out")
         for one in kept.values():
@@ -448,14 +464,14 @@ class _Search:
             candidate.rungs[step] = quality
             if trial.should_prune():
                 stopped = "falls behind"
-            elif self._time_is_up(SEARCH_SHARE):
+            elif self._time_is_up():
                 stopped = "the time is up"
             return bool(stopped)
 
         try:
             metrics = self._timed(
                 self._config(candidate, probe="off"), self.folder / "runs" / _folder_name(candidate), candidate.cost,
-                report=False, rows=self._judged, stop_if=stop_if,
+                final=False, report=False, stop_if=stop_if,
             )  # fmt: skip
         except DivergedError as error:
             self.study.tell(trial, state=TrialState.FAIL)  # worse than any other
@@ -491,23 +507,22 @@ class _Search:
         costs = [cost for name in finalists if (cost := kept[name].cost)]
 
         def is_over() -> bool:
-            states = (TrialState.RUNNING, TrialState.COMPLETE)
-            seeds, rest = divmod(len(self.finals.get_trials(states=states)), len(finalists))
-            return seeds > 0 and not rest and not self._fits(*costs)
+            begun = len(self.finals.get_trials(states=(TrialState.RUNNING, TrialState.COMPLETE)))
+            return begun > 0 and not self._fits(costs[begun % len(costs)])
 
         def train_final(trial: Trial, name: str) -> None:
             one, seed = kept[name], trial.user_attrs["seed"]
             assert one.cost is not None
             path = self._final_folder(one, seed)
-            best = self._timed(self._config(one, seed=seed), path, one.cost, rows=self._all_but_test).best
+            once = {} if seed == self.seeds[0] else {"probe": "off"}
+            best = self._timed(self._config(one, seed=seed, **once), path, one.cost, final=True).best
             self.finals.tell(trial, float(best.value or 0.0))
-            self.study.set_user_attr("seconds", self.seconds)
             logger.info("%s, seed %d: validation %s %.4f", name, seed, best.metric, best.value or 0.0)
 
         self._share(self.finals, train_final, is_over)
         for trial in self.finals.get_trials(states=(TrialState.COMPLETE,)):
             kept[trial.user_attrs["candidate"]].finals.append(trial.values[0])
-        return [kept[name] for name in finalists]
+        return [kept[name] for name in finalists if kept[name].finals]
 
     def _finish(self, candidates: Sequence[Candidate], finalists: Sequence[Candidate]) -> Choice:
         """Choose by validation, score the test split once, and write the report."""
@@ -539,15 +554,18 @@ class _Search:
 
     def _full_tuning(self) -> float | None:
         """Return the validation score of full tuning at its default rate, where it keeps the limits; else None."""
-        config = self.base.replace(method="full")
+        config, left_out = self.base.replace(method="full"), "full tuning is left out: it breaks the limit of %s"
         try:
+            if not self._fits(self.longest[-1]):
+                logger.info(left_out, "time")
+                return None
             cost = measure_steps(config, self._judged, self.cache)
             over = self.memory is not None and cost.peak_bytes > self.memory
             if over or not self._fits(cost):
-                logger.info("full tuning is left out: it breaks the limit of %s", "memory" if over else "time")
+                logger.info(left_out, "memory" if over else "time")
                 return None
             config = config.replace(validate_every=_eighth(cost.steps))
-            metrics = self._timed(config, self.folder / "finals" / "full", cost, report=False, rows=self._all_but_test)
+            metrics = self._timed(config, self.folder / "finals" / "full", cost, final=True, report=False)
         except DeltuneError as error:
             logger.info("full tuning is left out: %s", error)
             return None

@@ -268,6 +268,7 @@ class StepCost:
 
     Attributes:
         steps: How many steps the whole run has.
+        setup_seconds: Seconds of what is around its steps; of the first run, loading the model too.
         step_seconds: Seconds of a step.
         validation_seconds: Seconds of a validation; 0 without one.
         peak_bytes: The greatest number of bytes in use beyond the loaded model, in a step of the longest rows.
@@ -276,6 +277,7 @@ class StepCost:
     """
 
     steps: int
+    setup_seconds: float
     step_seconds: float
     validation_seconds: float
     peak_bytes: int
@@ -295,7 +297,7 @@ class _StepClock(TrainerCallback):
 
 def measure_steps(config: RunConfig, rows: Callable[[TaskData], TaskData], cache: ModelCache) -> StepCost:
     """Take three steps of a run and one validation, and a step of its longest rows, and return what they cost."""
-    device, clock = task_setup.resolve_device("auto"), _StepClock()
+    device, clock, start = task_setup.resolve_device("auto"), _StepClock(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ProgressDisplay(False) as bar:
         state = _prepare(config, RunFolder(folder), device, "none", cache, rows)
         steps, every_row = state.total_steps, state.encoded["train"]
@@ -308,7 +310,9 @@ def measure_steps(config: RunConfig, rows: Callable[[TaskData], TaskData], cache
                 shapes = (config.optim.rows_per_device(), config.runtime.seed, padding_side(state.model) is None)
                 state.batches = _batches(config.optim, state.encoded["train"], *shapes)
                 arguments = _training_arguments(state, device, validates=False)
+                before = time.monotonic()
                 peak = peak_bytes(lambda: _fit(state, arguments, bar, None), device)
+                profiled = time.monotonic() - before
                 state.encoded["train"], state.batches = every_row, _batches(config.optim, every_row, *shapes)
                 state.config = state.config.replace(steps=1 + MEASURED_STEPS)
                 _fit(state, _training_arguments(state, device, validates=False), bar, None, callbacks=[clock])
@@ -321,8 +325,10 @@ def measure_steps(config: RunConfig, rows: Callable[[TaskData], TaskData], cache
         except BaseException:
             cache.drop()
             raise
-    seconds = (clock.ends[-1] - clock.ends[0]) / MEASURED_STEPS
-    return StepCost(steps, seconds, validated, peak + delta, state.config.optim.rate, why_unmerged)
+    stepping = clock.ends[-1] - clock.ends[0]
+    setup = time.monotonic() - start - profiled - stepping - validated
+    seconds = stepping / MEASURED_STEPS
+    return StepCost(steps, setup, seconds, validated, peak + delta, state.config.optim.rate, why_unmerged)
 
 
 @contextlib.contextmanager
