@@ -60,6 +60,7 @@ def log_to_stderr(quiet: bool) -> Iterator[None]:
     """Print deltune's notes and warnings on standard error, one line each, and silence those of other libraries."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of the profiler that measures peaks, which is read once
     logger = logging.getLogger("deltune")
     handler, level, propagates = StderrHandler(), logger.level, logger.propagate
     handler.setFormatter(logging.Formatter("%(message)s"))

@@ -46,6 +46,7 @@ from ..train import (
     evaluate,
     line_chart,
     load_task_data,
+    log_data,
     measure_steps,
     render,
     signed_score,
@@ -294,6 +295,7 @@ class _Search:
             )
         if data.kind == "classification" and len(set(data.splits["train"]["label"])) < 2:
             raise DeltuneError(f"data {data.source}: all training rows have one label, so nothing can be chosen")
+        log_data(self.base.data, data, data.kind)
         self.data = data
         self.growth = 1.0 if self.base.optim.steps else rows / (rows - held_out)
         self.relative = {split: len(rows_of) / held_out for split, rows_of in data.splits.items()}
@@ -508,7 +510,10 @@ class _Search:
 
         def is_over() -> bool:
             begun = len(self.finals.get_trials(states=(TrialState.RUNNING, TrialState.COMPLETE)))
-            return begun > 0 and not self._fits(costs[begun % len(costs)])
+            seeds, rest = divmod(begun, len(costs))
+            if seeds and rest:  # a seed under which one of them alone was trained compares nothing
+                return False
+            return begun > 0 and not self._fits(*costs[rest:])
 
         def train_final(trial: Trial, name: str) -> None:
             one, seed = kept[name], trial.user_attrs["seed"]

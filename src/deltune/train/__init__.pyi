@@ -27,6 +27,7 @@ from .report.charts import Line as Line
 from .report.charts import line_chart as line_chart
 from .report.rendering import render as render
 from .run import StepCost as StepCost
+from .run import log_data as log_data
 from .run import measure_steps as measure_steps
 from .run import train as train
 from .run_folder import RunFolder as RunFolder

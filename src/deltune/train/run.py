@@ -752,31 +752,36 @@ def _untrained_line(state: RunState) -> str:
     )
 
 
+def log_data(section: DataSection, data: TaskData, kind: str, metrics: Sequence[str] = ()) -> None:
+    """Log what was assumed of the data, each with the option that changes it."""
+    roles = data.format or " and ".join(role for role in data.columns if role in INPUT_TYPES)
+    roles += f" ({data.shape})" if data.shape else ""
+    labels = f" into {len(data.labels)} labels ({_listed(data.labels)})" if label_counts(data) else ""
+    assumed = ""
+    if section.source is not None and section.task is None:
+        others = ", ".join(other for other in TASK_COLUMNS if other != kind)
+        assumed = f", assumed from the columns; --task says another kind: {others}"
+    elif section.source is None:
+        assumed = f" (task {section.task})"
+    logger.info("task: %s of %s%s%s", kind, roles, labels, assumed)
+    if section.columns is None and section.source is not None:
+        pairs = ",".join(f"{role}={name}" for role, name in data.columns.items())
+        logger.info("columns: %s; --columns names others", pairs)
+    for line in unread_notes(data):
+        logger.warning("%s", line)
+    for line in data_notes(data):
+        logger.info("data: %s", line)
+    for split, counts in label_counts(data).items():
+        parts = (balance(counts), absent_labels(counts, split, metrics))
+        logger.info("labels of %s: %s", split, "; ".join(filter(None, parts)))
+    if data.tag_scheme is not None:
+        logger.info("tags: %s", _tags_line(data, section.tag_scheme))
+
+
 def _log_start(state: RunState, untrained: str) -> None:
     """Log what was assumed of the data and of training, each with the option that changes it, and what is cut."""
-    data, optim = state.config.data, state.config.optim
-    roles = state.data.format or " and ".join(role for role in state.data.columns if role in INPUT_TYPES)
-    roles += f" ({state.data.shape})" if state.data.shape else ""
-    labels = f" into {len(state.data.labels)} labels ({_listed(state.data.labels)})" if label_counts(state.data) else ""
-    assumed = ""
-    if data.source is not None and data.task is None:
-        others = ", ".join(kind for kind in TASK_COLUMNS if kind != state.kind.name)
-        assumed = f", assumed from the columns; --task says another kind: {others}"
-    elif data.source is None:
-        assumed = f" (task {data.task})"
-    logger.info("task: %s of %s%s%s", state.kind.name, roles, labels, assumed)
-    if data.columns is None and data.source is not None:
-        pairs = ",".join(f"{role}={name}" for role, name in state.data.columns.items())
-        logger.info("columns: %s; --columns names others", pairs)
-    for line in unread_notes(state.data):
-        logger.warning("%s", line)
-    for line in data_notes(state.data):
-        logger.info("data: %s", line)
-    for split, counts in label_counts(state.data).items():
-        parts = (balance(counts), absent_labels(counts, split, state.metrics))
-        logger.info("labels of %s: %s", split, "; ".join(filter(None, parts)))
-    if state.data.tag_scheme is not None:
-        logger.info("tags: %s", _tags_line(state))
+    optim = state.config.optim
+    log_data(state.config.data, state.data, state.kind.name, state.metrics)
     if state.why_pooling:
         pooling = state.tuned.delta().pooling
         what = "the pooler of the model's class" if pooling == "model" else f"{pooling} of the last hidden states"
@@ -802,17 +807,16 @@ def _log_start(state: RunState, untrained: str) -> None:
     state.run.log({"step": 0, "event": "start", **state.truncated, **({"untrained": untrained} if untrained else {})})
 
 
-def _tags_line(state: RunState) -> str:
+def _tags_line(data: TaskData, chosen: str | None) -> str:
     """Say which scheme the tags are of, how they are scored, and which option says otherwise."""
-    scheme, chosen = state.data.tag_scheme, state.config.data.tag_scheme
-    if scheme != PLAIN:
+    if data.tag_scheme != PLAIN:
         todo = (
             ", converted (--tag-scheme)"
             if chosen
             else "; --tag-scheme iob2 converts others, plain takes all for classes"
         )
-        return f"{scheme}, entities are right if type and both ends are{todo}"
-    if all(label.isdecimal() for label in state.data.labels):
+        return f"{data.tag_scheme}, entities are right if type and both ends are{todo}"
+    if all(label.isdecimal() for label in data.labels):
         return "numbers, each a class; --labels O,B-PER,… names them in the order of their numbers"
     return "plain, each a class (--tag-scheme)" if chosen else "plain, each a class, as none looks like B-PER"
 
