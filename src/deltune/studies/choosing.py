@@ -490,7 +490,8 @@ class _Search:
     def _left(self) -> str:
         waiting = sum(trial.state == TrialState.WAITING for trial in self.study.trials)
         done = sum(trial.state.is_finished() for trial in self.study.trials) + 1
-        left = waiting * self.seconds / done
+        limit = math.inf if self.minutes is None else max(0.0, SEARCH_SHARE * 60 * self.minutes - self.seconds)
+        left = min(waiting * self.seconds / done, limit)
         return f" ({counted(waiting, 'candidate')} left, about {left / 60:.1f} minutes)" if waiting else ""
 
     def _finals(self, kept: Mapping[str, Candidate]) -> list[Candidate]:
@@ -520,7 +521,12 @@ class _Search:
             assert one.cost is not None
             path = self._final_folder(one, seed)
             once = {} if seed == self.seeds[0] else {"probe": "off"}
-            best = self._timed(self._config(one, seed=seed, **once), path, one.cost, final=True).best
+            config, limit = self._config(one, seed=seed, **once), 60 * (self.minutes or math.inf)
+            best = self._timed(
+                config, path, one.cost, final=True, stop_if=lambda step, quality: self.seconds > limit
+            ).best
+            if self.seconds > limit:
+                logger.warning("%s, seed %d: its training was cut short, since the time is up", name, seed)
             self.finals.tell(trial, float(best.value or 0.0))
             logger.info("%s, seed %d: validation %s %.4f", name, seed, best.metric, best.value or 0.0)
 
