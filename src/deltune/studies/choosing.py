@@ -335,7 +335,7 @@ class _Search:
         if scalars > limit:
             return [Candidate(method, math.nan, scalars, dropped=f"{scalars:,} scalars of {limit:,}")]
         try:
-            cost = measure_steps(self.base.replace(method=method), self._judged, self.cache)
+            cost = self._cost(self.base.replace(method=method))
         except DeltuneError as error:
             return [Candidate(method, math.nan, scalars, dropped=str(error))]
         seconds = self._predicted(cost, final=True)
@@ -351,6 +351,15 @@ class _Search:
             return [Candidate(method, math.nan, scalars, cost, why)]
         rates = [cost.rate, *(float(f"{cost.rate * factor:.2g}") for factor in self.factors if factor != 1)]
         return [Candidate(method, rate, scalars, cost) for rate in rates]
+
+    def _cost(self, config: RunConfig) -> StepCost:
+        """Return what a candidate costs, its peak in a step of the longest of all training rows."""
+
+        def all_train(data: TaskData) -> TaskData:
+            return replace(data, splits={**self.rows(data).splits, "train": data.splits["train"]})
+
+        cost = measure_steps(config, all_train, self.cache)
+        return replace(cost, steps=math.ceil(cost.steps / self.growth))
 
     def _judged(self, data: TaskData) -> TaskData:
         return self.rows(data)
@@ -570,7 +579,7 @@ class _Search:
             if not self._fits(self.longest[-1]):
                 logger.info(left_out, "time")
                 return None
-            cost = measure_steps(config, self._judged, self.cache)
+            cost = self._cost(config)
             over = self.memory is not None and cost.peak_bytes > self.memory
             if over or not self._fits(cost):
                 logger.info(left_out, "memory" if over else "time")
@@ -658,11 +667,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def _winner(finalists: Sequence[Candidate], higher_is_better: bool) -> tuple[Candidate, bool]:
     """Return the finalist with the best mean, and whether its interval is apart from the other's.
 
-    If not, the one that can be merged is taken, then the smaller one, then the better mean.
+    If not, the one that can be merged is taken, then the smaller one, then the better mean. One seed has no interval:
+    the better score is taken.
     """
     sign = 1 if higher_is_better else -1
     ranked = sorted(finalists, key=lambda one: -sign * statistics.fmean(one.finals))
-    if len(ranked) == 1:
+    if any(len(one.finals) < 2 for one in finalists):
         return ranked[0], False
     (low, high), (other_low, other_high) = (interval(one.finals) for one in ranked[:2])
     if low > other_high or high < other_low:
@@ -681,11 +691,14 @@ def _advice(candidates: Sequence[Candidate], decided: bool) -> str:
     parts = [f"the rate decided {statistics.fmean(by_rate):.3f}"] if by_rate else []
     parts += [f"the method {max(by_method) - min(by_method):.3f}"] if len(by_method) > 1 else []
     text = f"after an eighth of the steps {' and '.join(parts)}; " if parts else ""
-    text += (
-        "decided: the winner's interval over the seeds is apart from the other finalist's"
-        if decided
-        else "undecided: the finalists' intervals over the seeds overlap; what merges, then what is smaller, was taken"
-    )
+    if decided:
+        text += "decided: the winner's interval over the seeds is apart from the other finalist's"
+    elif any(len(one.finals) == 1 for one in candidates):
+        text += "undecided: there was time for one seed alone; what validated better is taken"
+    else:
+        text += (
+            "undecided: the finalists' intervals over the seeds overlap; what merges, then what is smaller, was taken"
+        )
     return text[0].upper() + text[1:]
 
 
