@@ -356,7 +356,8 @@ class _Search:
         """Return what a candidate costs, its peak in a step of the longest of all training rows."""
 
         def all_train(data: TaskData) -> TaskData:
-            return replace(data, splits={**self.rows(data).splits, "train": data.splits["train"]})
+            splits = {**self.rows(data).splits, "train": data.splits["train"]}
+            return replace(data, splits=splits, fingerprint=f"{data.fingerprint} measured {self.rows}")
 
         cost = measure_steps(config, all_train, self.cache)
         return replace(cost, steps=math.ceil(cost.steps / self.growth))
