@@ -397,12 +397,6 @@ def test_equal_counts(root: Path) -> None:
         ({"budget": "1%", "align": "lora"}, "not both"),
         ({"model": ["x"]}, "Did you mean 'models'"),
         ({"seeds": ()}, "seeds"),
-        ({"name": "two\nlines"}, "is not a label"),
-        (
-            {"methods": {"\x1b[2J": "head"}, "tasks": {"\ud800": {"task": "cb"}}},
-            r"(?s)tasks: .*methods: .* not a label",
-        ),
-        ({"axes": {"rate": {"low\x00": {"lr": 1e-4}}}}, "axes rate: .* is not a label"),
     ],
 )
 def test_what_is_wrong_with_a_grid(changes: dict[str, Any], message: str, root: Path) -> None:

@@ -43,7 +43,7 @@ from deltune.studies.scales import (
     small_scale_rate,
     widened,
 )
-from deltune.studies.study import PlannedCell, Records, Study, job_outcomes
+from deltune.studies.study import PlannedCell, Records, Study
 from deltune.train.config import RunConfig
 from deltune.train.progress import ProgressDisplay
 from deltune.train.tasks.registry import TASKS
@@ -382,25 +382,6 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     with pytest.raises(DeltuneError, match="give --data-root"):
         cross_product(StudySetup("small"), "x", {"a": "a"}, ("sst2",), method_variants({"full": "full"}))
     assert not join_plans()({})
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"scores": 5}, {"scores": {"accuracy": "<b>"}}, {"scores": {"accuracy": None}}, {"count": []},
-        {"examples": {"accuracy": 1}}, {"curve": {}}, {"curve": [1]}, {"seconds": "1"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_result_of_another_shape_is_an_error_of_its_cell(wrong: dict[str, Any]) -> None:
-    """As of a file that another program, or somebody's hand, has written rightly but for this."""
-    right = {"scores": {"accuracy": 0.5}, "count": {}, "examples": {"accuracy": [1]}, "curve": [], "seconds": 1.0}
-    (outcome,) = job_outcomes(
-        PlannedCell({"seed": 0}, None), JobRecord("a", "run", {}, {**right, "more": 1}, None, 0.0)
-    )
-    assert outcome.error is None and outcome.scores == {"accuracy": 0.5} and outcome.extra == {"more": 1}
-    (outcome,) = job_outcomes(PlannedCell({"seed": 0}, None), JobRecord("a", "run", {}, {**right, **wrong}, None, 0.0))
-    assert str(outcome.error).endswith(f"not written by deltune: {next(iter(wrong))}") and not outcome.scores
 
 
 def test_more_seeds_decide_smaller_effects() -> None:
