@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import tiny
 from deltune.errors import DeltuneError, DivergedError, StorageError
 from deltune.files import explain_write_errors, write_error
 from deltune.studies.jobs.job import RUNNERS, Job, Outcome, Roots
-from deltune.studies.jobs.pool import JobResult, LocalPool, Scheduler, execute_safely
+from deltune.studies.jobs.pool import Answer, LocalPool, Scheduler, execute_safely
 from deltune.studies.jobs.store import JobRecord, ResultStore
 from deltune.studies.study import Sweep
 from deltune.train.progress import ProgressDisplay
@@ -45,7 +46,7 @@ class Here:
         self.at[worker] = job
         self.given.append(job.name)
 
-    def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
+    def poll(self, timeout: float) -> list[tuple[int, Answer]]:
         answered = []
         for i, job in enumerate(self.at):
             if job is not None:
@@ -378,7 +379,7 @@ def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
     from deltune.studies.study import read_sweep
 
     made = study(root, axes={"rate": {"low": {"lr": 1e-4}}})
-    (tmp_path / "study.yaml").write_text(made.yaml())
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json"), sort_keys=False))
     again = read_sweep(tmp_path / "study.yaml")
     assert [p.job.name for p in again.cells()] == [p.job.name for p in made.cells()]
 

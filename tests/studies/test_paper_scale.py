@@ -266,4 +266,4 @@ def test_one_job_of_each_study_trains_in_two_processes(shared: Path, tmp_path: P
     finished = [RunFolder(one["output"]) for one in several]
     assert all(run.metrics.best.step == 2 and run.environment["processes"] == 2 for run in finished)
     result = execute(jobs["ln/ablation"], tmp_path / "runs", ModelCache())
-    assert result["environment"]["processes"] == 2 and result["scores"]  # type: ignore[typeddict-item]
+    assert result["environment"]["processes"] == 2 and result["scores"]

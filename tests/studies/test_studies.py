@@ -376,7 +376,7 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
         drive = Scheduler(climbing.jobs, file, Here(file.runs))
         drive.run(bar)
         assert not drive.failed and drive.done == 2 * (1 + 3)
-        outcomes = climbing.outcomes(drive._records)
+        outcomes = climbing.outcomes(drive.records)
     assert not [outcome.error for outcome in outcomes if outcome.error]
     assert {outcome.cell["N"] for outcome in outcomes if outcome.cell["method"] == "full"} == {outcomes[0].cell["N"]}
     with pytest.raises(DeltuneError, match="give --data-root"):

@@ -14,7 +14,7 @@ from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
 from .claims.selectors import EDGE, FLOOR
-from .jobs.job import Cell, JobMaker, Roots, probe_job, run_job, untuned_job
+from .jobs.job import Cell, Job, JobMaker, Roots, run_job
 from .jobs.store import JobRecord
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, labels_without_seed, plan_sweep
 
@@ -113,12 +113,6 @@ def _beyond(tried: range, best: int, end: int) -> range:
     if best == tried.start and best > 0:
         return range(tried.start - 1, tried.stop)
     return range(tried.start, tried.stop + (best == tried.stop - 1 and tried.stop < end))
-
-
-def rates_to_try(usual: float) -> list[float]:
-    """Return the learning rates within reach of a method's usual one, ascending."""
-    place, (down, up) = LADDER.index(usual), REACH
-    return list(LADDER[place + down : place + up + 1])
 
 
 @check_booleans
@@ -331,11 +325,8 @@ class StudySetup:
         """
         if not self.small:
             return [{}]
-        return [{"lr": rate} for rate in rates_to_try(small_scale_rate(method))]
-
-    def rate(self, method: str | Method) -> Values:
-        """Return a method's usual learning rate as a field of a spec; no field at paper scale."""
-        return {"lr": small_scale_rate(method)} if self.small else {}
+        place, (down, up) = LADDER.index(small_scale_rate(method)), REACH
+        return [{"lr": rate} for rate in LADDER[place + down : place + up + 1]]
 
     def check(self, models: Iterable[str], tasks: Iterable[str]) -> None:
         """Check that models and tasks are present at small scale."""
@@ -389,8 +380,8 @@ def method_variants(methods: Mapping[str, str], axis: str = "method", **labels: 
     return [Variant({axis: label, **labels}, {"method": method}) for label, method in methods.items()]
 
 
-UNTRAINED_FLOORS = {"untuned": untuned_job, "probe": probe_job}
-"""Floor -> the job that scores it without any training."""
+UNTRAINED_FLOORS = ("untuned", "probe")
+"""Floors that need no training, and the kinds of their jobs."""
 
 
 def _floor_variants(methods: Iterable[Any], *, written: bool) -> list[Variant]:
@@ -408,7 +399,7 @@ def _without_training(floor: str, plan: CellPlan, roots: Roots) -> CellPlan:
         job = (*first.tries, first)[0].job
         assert job is not None
         spec = {name: value for name, value in job.spec.items() if name != "lr"}
-        return [PlannedCell({**first.cell, FLOOR: floor}, UNTRAINED_FLOORS[floor](spec, roots))]
+        return [PlannedCell({**first.cell, FLOOR: floor}, Job(floor, {"run": spec}, roots=roots))]
 
     return plan_cells
 
@@ -432,7 +423,6 @@ def cross_product(
     labels: Cell | None = None,
     by_task: Mapping[str, Values] | None = None,
     *,
-    search_rates: bool = True,
     ladder: Literal["steps", "choose", "grid"] = "steps",
     floors: bool = True,
     make_job: JobMaker = run_job,
@@ -440,10 +430,10 @@ def cross_product(
     """Return the cells of models × tasks × variants × seeds, and beside them `floors` and full tuning of each task.
 
     Small scale tries several learning rates for each model, task and variant, unless `options` have one. `options` win
-    over the scale's, and `by_task` over both; `labels` are labels of every cell on further axes. Without
-    `search_rates` each variant has its usual rate. A search begins at FIRST_RATES around each method's usual rate, or
-    at START to "choose" a rate by all seeds or for a "grid" with each rate as a label; whatever the method, it goes on
-    while the best rate is at an edge. The floors are runs whatever job `make_job` makes of the cells.
+    over the scale's, and `by_task` over both; `labels` are labels of every cell on further axes. A search begins at
+    FIRST_RATES around each method's usual rate, or at START to "choose" a rate by all seeds or for a "grid" with each
+    rate as a label; whatever the method, it goes on while the best rate is at an edge. The floors are runs whatever job
+    `make_job` makes of the cells.
     """
     setup.check(models.values(), tasks)
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)
@@ -453,7 +443,7 @@ def cross_product(
         if ladder != "steps"
         else [{}]
         if "lr" in {**options, **variant.values}
-        else (setup.rates(variant.values["method"]) if search_rates else [setup.rate(variant.values["method"])])
+        else setup.rates(variant.values["method"])
         for variant in variants
     ]
 

@@ -6,14 +6,12 @@ A sweep is the simplest study: models × tasks × axes × methods × seeds, read
 from __future__ import annotations
 
 import itertools
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -41,8 +39,6 @@ SWEEP_AXES = ("model", "task", "method", "seed", "seeds")
 """Fields of a run that come from the sweep's own axes."""
 SEED_PLACEHOLDER = "{seed}"
 """In a method: the seed of the run."""
-FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
-"""Unicode categories that no label may contain: control characters, surrogates, line separators."""
 
 
 class Sweep(BaseModel):
@@ -112,11 +108,6 @@ class Sweep(BaseModel):
             for field in sweep.options
             if field in SWEEP_AXES
         ]
-        problems += [
-            f"{place}: {label!r} is not a label; a label is one line without control characters"
-            for place, label in sweep._labels()
-            if any(unicodedata.category(character) in FORBIDDEN_CATEGORIES for character in label)
-        ]
         problems += [f"axes: {name} is already an axis of every study" for name in sweep.axes if name in SWEEP_AXES]
         if sweep.budget and sweep.align:
             problems.append("give budget or align, not both")
@@ -129,19 +120,15 @@ class Sweep(BaseModel):
         named = {f"axes {axis}": labels for axis, labels in self.axes.items()}
         return {"models": self.models, "tasks": self.tasks, "methods": self.methods, **named}
 
-    def _labels(self) -> Iterator[tuple[str, str]]:
-        """Yield every label, with the entry that it belongs to."""
-        yield "name", self.name
-        yield from (("axes", axis) for axis in self.axes)
-        yield from ((entry, label) for entry, labels in self._entries().items() for label in labels)
-
     def _fields(self) -> Iterator[tuple[str, Values]]:
         """Yield every group of fields of a run, with a description of where it is."""
         yield "every run", self.options
         for entry, labels in self._entries().items():
             yield from ((f"{entry} {label}", values) for label, values in labels.items())
 
-    def cells(self, data_root: str | None = None, roots: Roots = NO_ROOTS) -> list[PlannedRun]:
+    def cells(
+        self, data_root: str | None = None, roots: Roots = NO_ROOTS, make_job: JobMaker = run_job
+    ) -> list[PlannedRun]:
         """Expand the sweep, with models outermost and seeds innermost."""
         runs, problems = [], []
         names = list(self.axes)
@@ -162,7 +149,7 @@ class Sweep(BaseModel):
                 config = RunConfig.from_flat(**self._solve_size(values))
                 if config.optim.lr is None and not {"lr", "method"} & {*config.runtime.search}:
                     config = config.replace(lr=default_learning_rate(config.method.expression))
-                runs.append(PlannedRun(cell, config, roots))
+                runs.append(PlannedRun(cell, config, make_job(config, roots)))
             except DeltuneError as error:
                 problem = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
                 problems += [problem] if problem not in problems else []
@@ -179,23 +166,14 @@ class Sweep(BaseModel):
         target = count(config, self.align).method if self.align else str(self.budget)
         return {**values, "method": repr(budgets.fit(config, method, target))}
 
-    def yaml(self) -> str:
-        """Return the sweep as the text of a YAML file."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A cell of a sweep, the run that fills it, and where this machine has its model and data."""
+    """A cell of a sweep, its run, and the job that is made of it."""
 
     cell: Cell
     spec: RunConfig
-    roots: Roots = NO_ROOTS
-
-    @property
-    def job(self) -> Job:
-        """The job of the run."""
-        return run_job(self.spec, self.roots)
+    job: Job
 
 
 def read_sweep(path: str | Path) -> Sweep:
@@ -215,14 +193,8 @@ def _problem(error: Any) -> str:
 Records = Mapping[str, JobRecord]
 """Name of a job -> its record, for the jobs that are done."""
 
-RESULT_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "scores": lambda value: _is_mapping_of(value, lambda number: isinstance(number, float | int)),
-    "count": lambda value: isinstance(value, Mapping),
-    "examples": lambda value: _is_mapping_of(value, lambda numbers: isinstance(numbers, list)),
-    "curve": lambda value: isinstance(value, list) and all(isinstance(line, Mapping) for line in value),
-    "seconds": lambda value: isinstance(value, float | int),
-}
-"""Fields of a job's result that become fields of its outcome, with a check of each; the others become its extra."""
+RESULT_FIELDS = ("scores", "count", "examples", "curve", "seconds")
+"""Fields of a job's result that become fields of its outcome; the others become its extra."""
 
 
 @dataclass(frozen=True)
@@ -259,8 +231,6 @@ def job_outcomes(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
     if record.result is None:
         return [Outcome(planned.cell, spec, seconds=record.seconds, error=record.error or "no result")]
     fields = {name: record.result[name] for name in RESULT_FIELDS if name in record.result}
-    if wrong := [name for name, value in fields.items() if not RESULT_FIELDS[name](value)]:
-        return [Outcome(planned.cell, spec, error=f"its result was not written by deltune: {', '.join(wrong)}")]
     extra = {name: value for name, value in record.result.items() if name not in RESULT_FIELDS}
     return [Outcome(planned.cell, spec, **fields, extra={**extra, **planned.extra})]
 
@@ -324,10 +294,6 @@ class Study:
         return outcomes
 
 
-def _is_mapping_of(value: Any, is_valid: Callable[[Any], bool]) -> bool:
-    return isinstance(value, Mapping) and all(is_valid(one) for one in value.values())
-
-
 def plan_sweep(
     sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROOTS, make_job: JobMaker = run_job
 ) -> CellPlan:
@@ -335,12 +301,11 @@ def plan_sweep(
 
     Where runs search hyperparameters, only the first seed searches; the other seeds use what it chose.
     """
-    runs = sweep.cells(data_root, roots)
-    jobs = {id(run): make_job(run.spec, run.roots) for run in runs}
+    runs = sweep.cells(data_root, roots, make_job)
     first_seeds = {labels_without_seed(run.cell): run for run in reversed(runs)}
 
     def plan_cells(records: Records) -> list[PlannedCell]:
-        return [_plan_cell(run, first_seeds[labels_without_seed(run.cell)], jobs, records) for run in runs]
+        return [_plan_cell(run, first_seeds[labels_without_seed(run.cell)], records) for run in runs]
 
     return plan_cells
 
@@ -350,16 +315,16 @@ def labels_without_seed(cell: Cell) -> tuple[Any, ...]:
     return tuple(label for axis, label in cell.items() if axis != "seed")
 
 
-def _plan_cell(run: PlannedRun, first_seed: PlannedRun, jobs: Mapping[int, Job], records: Records) -> PlannedCell:
+def _plan_cell(run: PlannedRun, first_seed: PlannedRun, records: Records) -> PlannedCell:
     if not run.spec.runtime.search or run is first_seed:
-        return PlannedCell(run.cell, jobs[id(run)])
-    record = records.get(jobs[id(first_seed)].name)
+        return PlannedCell(run.cell, run.job)
+    record = records.get(first_seed.job.name)
     if record is None:
         return PlannedCell(run.cell, None)
     if record.result is None:
         return PlannedCell(run.cell, None, why=f"the search under the first seed failed: {record.error}", lost=True)
     best = {name: record.result["best"][name] for name in run.spec.runtime.search}
-    return PlannedCell(run.cell, run_job(run.spec.single(**best), run.roots))
+    return PlannedCell(run.cell, run_job(run.spec.single(**best), run.job.roots))
 
 
 def study_from_file(path: str | Path, data_root: str | Path | None = None) -> Study:

@@ -632,9 +632,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
             replace(
                 planned,
                 cell={**planned.cell, "target": target},
-                job=None
-                if planned.job is None
-                else transfer_job(RunConfig.from_canonical(planned.job.spec), other, setup.roots),
+                job=None if planned.job is None else transfer_job(planned.job, other),
             )
             for planned in runs(records)
             for target, other in target_fields.items()

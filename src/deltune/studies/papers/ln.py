@@ -7,11 +7,10 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ...train import RunConfig
 from ..claims.claims import AllOf, Beats, Best, Between, Claim, FewerParameters, InEach, Within
 from ..claims.comparisons import RANK, RATE, score
 from ..claims.selectors import EVERY, FLOOR, LARGEST, SMALLEST
-from ..jobs.job import Job, Outcome, term_change_job, timing_job
+from ..jobs.job import Outcome, term_change_job, timing_job
 from ..jobs.store import JobRecord
 from ..report.figure_spec import Bars, HeatMap, Scatter, TableSpec
 from ..scales import SEEDS, StudySetup, Values, cross_product, join_plans, method_variants
@@ -496,7 +495,7 @@ def terms(setup: StudySetup) -> Study:
             replace(
                 planned,
                 cell={axis: label for axis, label in planned.cell.items() if axis != "method"},
-                job=None if planned.job is None else _term_change_job(planned.job, setup),
+                job=None if planned.job is None else term_change_job(planned.job),
             )
             for planned in runs(records)
             if FLOOR not in planned.cell
@@ -514,10 +513,6 @@ def terms(setup: StudySetup) -> Study:
         "four layers. It sees 2,000 rows of SST-2, 1,000 of SICK and 200 of CB, which keeps the order of the paper's "
         "sizes, but 300 of CommonsenseQA and 1,000 of Broad Twitter." if setup.small else "",
     )  # fmt: skip
-
-
-def _term_change_job(job: Job, setup: StudySetup) -> Job:
-    return term_change_job(RunConfig.from_canonical(job.spec), setup.roots)
 
 
 ABLATIONS = {
