@@ -206,30 +206,26 @@ def score(name: str, unit: str = "points", *, lower: bool = False, title: str = 
 
 
 def _ranks(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
-    by_task: dict[Any, list[int]] = {}
-    for i, outcome in enumerate(group):
-        by_task.setdefault(outcome.cell.get("task"), []).append(i)
+    by_task: dict[Any, list[Outcome]] = {}
+    for outcome in group:
+        by_task.setdefault(outcome.cell.get("task"), []).append(outcome)
     names = {
-        task: sorted({name for i in members for name in group[i].scores if name in METRICS})
-        for task, members in by_task.items()
+        task: sorted({name for one in outcomes for name in one.scores if name in METRICS})
+        for task, outcomes in by_task.items()
     }
     usual = sum(map(len, names.values())) / len(names)
-    numbers: list[Number | str] = [""] * len(group)
-    for task, members in by_task.items():
-        outcomes = [group[i] for i in members]
+    numbers: dict[int, Number | str] = {}
+    for task, outcomes in by_task.items():
         lacking = [str(o.cell.get("method")) for o in outcomes if any(name not in o.scores for name in names[task])]
         if lacking or not names[task]:
-            ranks: list[Number | str] = [f"no rank: metrics are missing of {', '.join(lacking) or 'all'}"] * len(
-                members
-            )
-        else:
-            values = np.array([[outcome.scores[name] for outcome in outcomes] for name in names[task]])
-            lower = [METRICS[name].better == "lower" for name in names[task]]
-            weight = len(names[task]) / usual
-            ranks = [Number(float(rank), weight=weight) for rank in average_ranks(values, lower)]
-        for i, rank in zip(members, ranks, strict=True):
-            numbers[i] = rank
-    return numbers
+            reason = f"no rank: metrics are missing of {', '.join(lacking) or 'all'}"
+            numbers |= {id(one): reason for one in outcomes}
+            continue
+        values = np.array([[outcome.scores[name] for outcome in outcomes] for name in names[task]])
+        ranks = average_ranks(values, [METRICS[name].better == "lower" for name in names[task]])
+        weight = len(names[task]) / usual
+        numbers |= {id(one): Number(float(rank), weight=weight) for one, rank in zip(outcomes, ranks, strict=True)}
+    return [numbers[id(outcome)] for outcome in group]
 
 
 RANK = Measurement(
@@ -246,9 +242,13 @@ def _steps(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]
     if not all(curves):
         return ["no curve of evaluations"] * len(group)
     lowest = min(value for curve in curves for _, value in curve)
-    target = lowest + CONVERGED * (min(max(value for _, value in curve) for curve in curves) - lowest)
-    reached = [next(step for step, value in curve if value >= target) for curve in curves]
-    return [Number(math.log2(max(1, step))) for step in reached]
+    highest = min(max(value for _, value in curve) for curve in curves)
+    return [Number(math.log2(max(1, _step_to_converge(curve, lowest, highest)))) for curve in curves]
+
+
+def _step_to_converge(curve: Sequence[tuple[int, float]], lowest: float, highest: float) -> int:
+    """Return the step at which a curve has first come `CONVERGED` of the way from one value to another."""
+    return next(step for step, value in curve if value >= lowest + CONVERGED * (highest - lowest))
 
 
 def _curve(outcome: Outcome, choice: MetricChoice) -> list[tuple[int, float]]:
@@ -262,9 +262,10 @@ def _curve(outcome: Outcome, choice: MetricChoice) -> list[tuple[int, float]]:
 
 def _converges_last(outcome: Outcome, choice: MetricChoice) -> bool:
     """Return whether a curve comes 95 % of the way to its best only at the last of its validations, or has too few."""
-    values = [value for _, value in _curve(outcome, choice)]
-    return 0 < len(values) < MIN_VALIDATIONS or (
-        bool(values) and all(value < min(values) + CONVERGED * (max(values) - min(values)) for value in values[:-1])
+    curve = _curve(outcome, choice)
+    values = [value for _, value in curve]
+    return 0 < len(curve) < MIN_VALIDATIONS or (
+        bool(curve) and _step_to_converge(curve, min(values), max(values)) == curve[-1][0]
     )
 
 
@@ -292,9 +293,7 @@ def _seconds_to_converge(outcome: Outcome, choice: MetricChoice) -> float | None
     if not curve or not seconds:
         return None
     values = [value for _, value in curve]
-    target = min(values) + CONVERGED * (max(values) - min(values))
-    reached = next(step for step, value in curve if value >= target)
-    return seconds * reached / max(step for step, _ in curve)
+    return seconds * _step_to_converge(curve, min(values), max(values)) / max(step for step, _ in curve)
 
 
 def _training_seconds(outcome: Outcome) -> float | None:

@@ -180,16 +180,13 @@ def observations(
             position = read_number(outcome, x, entry) if x and x not in cell else None
             if position is not None:
                 cell[x] = position
-            if METRIC in axes:
-                for name in number_names or ("",):
-                    if not name:
-                        result.append(Observation(cell, None, error or "no scores", "", outcome.waiting))
-                        continue
-                    has = name in outcome.scores or error
-                    why = error if has else f"no {name} among its scores"
-                    result.append(_observe({**cell, METRIC: name}, outcome, entry, (name,), why))
-            else:
+            if METRIC not in axes:
                 result.append(_observe(cell, outcome, entry, number_names, error))
+                continue
+            for name in number_names or ("",):
+                lacking = None if name in outcome.scores else f"no {name} among its scores" if name else "no scores"
+                labels = {**cell, METRIC: name} if name else cell
+                result.append(_observe(labels, outcome, entry, (name,), error or lacking))
     return result
 
 
