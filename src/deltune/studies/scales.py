@@ -375,9 +375,9 @@ class Variant:
     values: Values
 
 
-def method_variants(methods: Mapping[str, str], axis: str = "method", **labels: Any) -> list[Variant]:
+def method_variants(methods: Mapping[str, str], **labels: Any) -> list[Variant]:
     """Return a variant for each method."""
-    return [Variant({axis: label, **labels}, {"method": method}) for label, method in methods.items()]
+    return [Variant({"method": label, **labels}, {"method": method}) for label, method in methods.items()]
 
 
 UNTRAINED_FLOORS = ("untuned", "probe")

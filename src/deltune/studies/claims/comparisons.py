@@ -659,7 +659,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Exact:
-    """A claim that a number without error is at most some maximum.
+    """A claim that one method trains at most `maximum` times as many parameters as another, which has no error.
 
     `depends_on_depth` says whether a model's number of layers decides whether it is true.
     """
@@ -667,20 +667,7 @@ class Exact:
     text: str
     value: float
     maximum: float
-    unit: str
-    subject: str = "trained parameters"
     depends_on_depth: bool = False
-
-
-def paired_differences(cells: Cells, one: CellSelector, other: CellSelector, measurement: Measurement) -> Effects:
-    """Return mean(one) − mean(other), turned so that positive is better, for each setting and seed."""
-    sign = -1.0 if measurement.lower else 1.0
-
-    def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
-        first, second = (cells.select(selector, members, setting) for selector in (one, other))
-        return mean_terms(first, sign) + mean_terms(second, -sign)
-
-    return weighted_effects(cells, [one, other], terms, measurement)
 
 
 def weighted_effects(

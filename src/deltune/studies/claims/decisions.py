@@ -248,10 +248,10 @@ def _margin(result: ComparisonResult) -> float:
 
 
 def _exact_result(count: Exact) -> ComparisonResult:
-    region = (-math.inf, count.maximum)
     return ComparisonResult(
-        count.text, count.value, None, count.unit, region, count.subject, is_difference=False, closed=True
-    )
+        count.text, count.value, None, "times as many", (-math.inf, count.maximum), "trained parameters",
+        is_difference=False, closed=True,
+    )  # fmt: skip
 
 
 @dataclass
@@ -326,7 +326,6 @@ def decidable_effects(
     seeds: int,
     *,
     lower: bool = False,
-    alpha: float = 0.05,
 ) -> list[tuple[float, str] | None]:
     """Return for each claim the smallest effect that a run of so many seeds decides with the chance `POWER`.
 
@@ -334,7 +333,7 @@ def decidable_effects(
     distance from the border of the claim, with its unit; None where nothing is known of the spread.
     """
     cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower))
-    return [_decidable_effect(_test(claim, cells), seeds, alpha / len(claims)) for claim in claims]
+    return [_decidable_effect(_test(claim, cells), seeds, 0.05 / len(claims)) for claim in claims]
 
 
 def _decidable_effect(test: _Test, seeds: int, alpha: float) -> tuple[float, str] | None:

@@ -415,11 +415,11 @@ def _compared_models(setup: StudySetup, family: ModelFamily) -> tuple[str, str]:
     return ("minilm-d128", "minilm-d256") if setup.small else family.smallest_and_largest
 
 
-def _drawn_variants(family: ModelFamily, model: str, group: str = "lora") -> list[Variant]:
+def _drawn_variants(family: ModelFamily, model: str) -> list[Variant]:
     return [
         c
         for c in family.variants_of_equal_size(model)
-        if c.labels["group"] == group and c.labels["structure"] != "itself"
+        if c.labels["group"] == "lora" and c.labels["structure"] != "itself"
     ]
 
 
