@@ -218,7 +218,7 @@ def replayed(runs: CellPlan, default_rate: float, methods: Sequence[str], *, wai
 
 def _curve(planned: PlannedCell, records: Records) -> list[tuple[int, float]] | None:
     """Return the validations of a run; None if it has not ended."""
-    record = None if planned.job is None else records.get(planned.job.name)
+    record = planned.record(records)
     if record is None:
         return None
     (outcome,) = job_outcomes(planned, record)

@@ -15,7 +15,6 @@ from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
 from .claims.selectors import EDGE, FLOOR
 from .jobs.job import Cell, Job, JobMaker, Roots, run_job
-from .jobs.store import JobRecord
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, labels_without_seed, plan_sweep
 
 Values = Mapping[str, Any]
@@ -182,8 +181,7 @@ Choice = Callable[[int], PlannedCell]
 
 def _quality(choice: Choice, records: Records, place: int) -> float | None:
     """Return how well a rate validated; −∞ if its run failed, None if it has not ended."""
-    job = choice(place).job
-    record = None if job is None else records.get(job.name)
+    record = choice(place).record(records)
     if record is None:
         return None
     return float("-inf") if record.result is None else Best(**record.result["best"]).quality
@@ -239,28 +237,21 @@ def _best_of(of_seeds: Sequence[Choice], records: Records, order: Sequence[int],
     tries: list[PlannedCell] = []
     totals = [0.0] * len(order)
     for choice in of_seeds:
-        runs = {place: replace(one, cell={**one.cell, "try": order.index(place) + 1}) for place, one in
-                ((place, choice(place)) for place in left)}  # fmt: skip
-        tries += runs.values()
-        quality = {place: _quality(choice, records, place) for place in left}
-        if None in quality.values():
+        runs = [choice(place) for place in left]
+        tries += [replace(run, cell={**run.cell, "try": order.index(i) + 1}) for i, run in zip(left, runs, strict=True)]
+        ended = [record for run in runs if (record := run.record(records)) is not None]
+        if len(ended) < len(left):
             return ChosenRate(tuple(tries))
-        failed = [record for planned in runs.values() if (record := _record(planned, records)).result is None]
+        failed = [record for record in ended if record.result is None]
         if broken := [record.error for record in failed if record.error_kind != "diverged"]:
             return ChosenRate(tuple(tries), why=f"a run that tries a learning rate failed: {broken[0]}", lost=True)
         for place in left:
-            totals[place] += quality[place] or 0.0
+            totals[place] += _quality(choice, records, place) or 0.0
         if max(totals[place] for place in left) == float("-inf"):
             why = f"training diverged at every learning rate: {failed[0].error}"
             return ChosenRate(tuple(tries), why=why, lost=True)
         left = finalists(totals, left)
     return ChosenRate(tuple(tries), left[0])
-
-
-def _record(planned: PlannedCell, records: Records) -> JobRecord:
-    """Return the record of a cell whose job has ended."""
-    assert planned.job is not None
-    return records[planned.job.name]
 
 
 @dataclass(frozen=True)

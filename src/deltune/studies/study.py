@@ -217,6 +217,10 @@ class PlannedCell:
     lost: bool = False
     tries: tuple[PlannedCell, ...] = ()
 
+    def record(self, records: Records) -> JobRecord | None:
+        """Return the record of its job, if that is known and done."""
+        return None if self.job is None else records.get(self.job.name)
+
 
 CellPlan = Callable[[Records], Sequence[PlannedCell]]
 """What is done so far -> every cell of a study."""
@@ -285,7 +289,7 @@ class Study:
         """
         outcomes: list[Outcome] = []
         for planned in self.plan_cells(records):
-            record = None if planned.job is None else records.get(planned.job.name)
+            record = planned.record(records)
             if record is None:
                 spec = {} if planned.job is None else planned.job.spec
                 outcomes.append(Outcome(planned.cell, spec, error=planned.why, waiting=not planned.lost))

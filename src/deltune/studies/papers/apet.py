@@ -532,7 +532,7 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
         """Return the cell of a method under the first seed."""
         labels = {**cell, "method": name, "N": sizes[-1], "seed": first}
         jobs = [job(method, first, rate.get("lr")) for rate in setup.rates(method)]
-        plans = [partial(_plan_one, PlannedCell(labels, one)) for one in jobs]
+        plans = [partial(lambda cells, records: cells, [PlannedCell(labels, one)]) for one in jobs]
         return choose_rates(plans, FIRST_RATES if len(plans) > 1 else (), waits=setup.runs)
 
     methods = {"full": "full", **{pattern: family.drawn(sizes[-1], pattern, first) for pattern in THE_PAPERS}}
@@ -563,10 +563,6 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
         ]
 
     return plan_cells
-
-
-def _plan_one(planned: PlannedCell, records: Records) -> list[PlannedCell]:
-    return [planned]
 
 
 def _rate_of(planned: PlannedCell, setup: StudySetup) -> float | None:

@@ -46,6 +46,7 @@ from .tables import (
     csv_cell,
     escape_markdown,
     header_label,
+    markdown_row,
     note_mark,
     table_legend,
     to_csv,
@@ -452,10 +453,10 @@ def section_markdown(section: Section) -> str:
     for table in section.tables:
         lines += [to_markdown(table), ""]
     if section.findings:
-        rows = [_markdown_row(row.cells) for row in section.claim_rows]
+        rows = [markdown_row(map(escape_markdown, row.cells)) for row in section.claim_rows]
         lines += ["### Claims of the paper" if section.paper else "### Claims", ""]
         lines += [NOT_THE_PAPER, ""] if section.paper and section.small else []
-        lines += [_markdown_row(CLAIM_COLUMNS), "|" + "---|" * len(CLAIM_COLUMNS), *rows, ""]
+        lines += [markdown_row(CLAIM_COLUMNS), "|" + "---|" * len(CLAIM_COLUMNS), *rows, ""]
     if section.choices:
         lines += [
             "### What the paper leaves open, and what was chosen",
@@ -465,10 +466,6 @@ def section_markdown(section: Section) -> str:
         ]
     lines += [f"- missing: {escape_markdown(text)}" for text in section.missing]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(escape_markdown, cells)) + " |"
 
 
 def write_section(section: Section, folder: Path) -> list[Path]:

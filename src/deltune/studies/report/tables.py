@@ -135,9 +135,8 @@ def build_table(view: TableSpec, outcomes: Iterable[Outcome]) -> Table:
     outer = (view.groups,) if view.groups else ()
     axes = (*outer, view.rows, *view.columns)
     aggregates, n = aggregate(view, outcomes, view.metric, axes), len(outer) + 1
-    rows = _combinations(aggregates, view, axes[:n], 0)
-    keys = _combinations(aggregates, view, view.columns, n)
-    keys, unmeasured = _drop_unmeasured(keys, aggregates, view, n, outcomes)
+    rows = aggregates.combinations(axes[:n], view)
+    keys, unmeasured = _drop_unmeasured(aggregates.combinations(view.columns, view), aggregates, view, n, outcomes)
     excluded = [*aggregates.excluded, *unmeasured]
     planned = [outcome.cell for outcome in outcomes]
     notes: dict[str, int] = {}
@@ -226,26 +225,6 @@ def mark_best(cells: Sequence[TableCell], format_: NumberFormat) -> list[TableCe
 
 def _shown(cell: TableCell, format_: NumberFormat) -> float:
     return float(format_.show(cell.mean).replace(",", ""))
-
-
-def _combinations(aggregates: Aggregates, view: TableSpec, axes: Sequence[str], start: int) -> list[Labels]:
-    """Return the combinations of labels to show: those that occur and those in the view's order, sorted by axis."""
-    labels = [aggregates.labels(axis, view) for axis in axes]
-    occurring = dict.fromkeys(key[start : start + len(axes)] for key in aggregates.spreads)
-    if all(axis in view.order for axis in axes) and axes:
-        products: list[Labels] = [()]
-        for axis in axes:
-            products = [(*key, label) for key in products for label in view.order[axis]]
-        occurring.update(dict.fromkeys(products))
-    elif len(axes) == 1:
-        occurring.update(dict.fromkeys((label,) for label in labels[0]))
-    elif axes:
-        # An axis alone in the order (methods, but not models) is expected beside everything that occurs on the others.
-        for i, axis in enumerate(axes):
-            if axis in view.order:
-                products = [(*key[:i], label, *key[i + 1 :]) for key in occurring for label in view.order[axis]]
-                occurring.update(dict.fromkeys(products))
-    return sorted(occurring, key=lambda key: tuple(labels[i].index(label) for i, label in enumerate(key)))
 
 
 def _drop_unmeasured(
@@ -367,15 +346,15 @@ def to_markdown(table: Table) -> str:
     """Write a table in GitHub's Markdown: best bold, second underlined by <u>, and below it a note for every gap."""
     lines = [f"**{escape_markdown(table.title)}**", ""] if table.title else []
     lines.append(
-        _markdown_row([escape_markdown(table.head), *(escape_markdown(column.text) for column in table.columns)])
+        markdown_row([escape_markdown(table.head), *(escape_markdown(column.text) for column in table.columns)])
     )
-    lines.append(_markdown_row([":--", *("--:" for _ in table.columns)]))
+    lines.append(markdown_row([":--", *("--:" for _ in table.columns)]))
     for group, rows in table.groups:
         if group:
-            lines.append(_markdown_row([f"**{escape_markdown(group)}**", *("" for _ in table.columns)]))
+            lines.append(markdown_row([f"**{escape_markdown(group)}**", *("" for _ in table.columns)]))
         for row in rows:
             cells = [_markdown_cell(table, cell, column) for cell, column in _cells_with_columns(row, table)]
-            lines.append(_markdown_row([escape_markdown(row.label), *cells]))
+            lines.append(markdown_row([escape_markdown(row.label), *cells]))
     notes = [f"<sup>{note_mark(i)}</sup> {escape_markdown(note)}" for i, note in enumerate(table.notes)]
     notes += [f"Not in the table: {escape_markdown(text)}" for text in table.excluded]
     legend = table_legend(table)
@@ -390,7 +369,8 @@ def _markdown_cell(table: Table, cell: TableCell, column: Column) -> str:
     return text + (f" <sup>{','.join(map(note_mark, cell.notes))}</sup>" if cell.notes else "")
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
+def markdown_row(cells: Iterable[str]) -> str:
+    """Write a row of cells that are Markdown already."""
     return "| " + " | ".join(cells) + " |"
 
 
