@@ -453,11 +453,11 @@ def test_rates_are_widened_until_the_best_is_inside(quality: dict[int, float], t
 
 def test_a_grid_has_a_cell_for_each_rate_and_seed() -> None:
     def plan(rate: float) -> Callable[[Records], list[PlannedCell]]:
-        cells = [PlannedCell({"method": "lora", "seed": s}, Job("run", {"lr": rate, "seed": s})) for s in (0, 1)]
+        label = f"{rate:g}"
+        cells = [PlannedCell({"rate": label, "seed": s}, Job("run", {"lr": rate, "seed": s})) for s in (0, 1)]
         return lambda records: cells
 
-    rates = (1.0, 2.0, 3.0, 4.0, 5.0)
-    grid = grid_of_rates([plan(rate) for rate in rates], range(1, 4), rates)
+    grid = grid_of_rates([plan(rate) for rate in (1.0, 2.0, 3.0, 4.0, 5.0)], range(1, 4))
     assert [(cell.cell["rate"], cell.cell["seed"]) for cell in grid({})] == [(r, s) for r in "234" for s in (0, 1)]
     values = {2.0: 0.1, 3.0: 0.2, 4.0: 0.3}
     ended = [Job("run", {"lr": rate, "seed": 0}) for rate in values]

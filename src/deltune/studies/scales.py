@@ -15,7 +15,7 @@ from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
 from .claims.selectors import EDGE, FLOOR
 from .jobs.job import Cell, Job, JobMaker, Roots, run_job
-from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, labels_without_seed, plan_sweep
+from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, labels_without_seed, plan_runs, planned_runs
 
 Values = Mapping[str, Any]
 """Fields of a run's spec."""
@@ -155,8 +155,8 @@ def choose_rates(
     return plan_cells
 
 
-def grid_of_rates(plans: Sequence[CellPlan], start: range, rates: Sequence[float]) -> CellPlan:
-    """Return the cells of several plans, as for `choose_rates`, with every rate as a label.
+def grid_of_rates(plans: Sequence[CellPlan], start: range) -> CellPlan:
+    """Return the cells of several plans, as for `choose_rates` but with the rate as a label.
 
     Rates beyond the first ones are cells where the first seed's best rate was at an edge.
     """
@@ -166,7 +166,7 @@ def grid_of_rates(plans: Sequence[CellPlan], start: range, rates: Sequence[float
         for choice in zip(*(plan(records) for plan in plans), strict=True):
             seeds.setdefault(labels_without_seed(choice[0].cell), []).append(choice)
         return [
-            replace(choice[place], cell={**choice[place].cell, "rate": f"{rates[place]:g}"})
+            choice[place]
             for of_seeds in seeds.values()
             for place in widened(start, len(plans), partial(_quality, of_seeds[0].__getitem__, records))
             for choice in of_seeds
@@ -438,50 +438,39 @@ def cross_product(
         for variant in variants
     ]
 
-    def lazily(pairs: Sequence[tuple[Values, Variant]]) -> CellPlan:
-        """Return the cells of a sweep that is made when they are first asked for: most rates are never tried."""
+    def lazily(of_variants: Sequence[Values]) -> CellPlan:
+        """Return the cells with a rate for each variant, made when first asked for: most rates are never tried."""
 
         @cache
         def plan() -> CellPlan:
-            sweep = Sweep(
-                name=name,
-                models={label: {"model": model, **_pooling(model, tasks)} for label, model in models.items()},
-                tasks={task: {**setup.task(task), **(by_task or {}).get(task, {})} for task in tasks},
-                methods={str(i): {**rate, **variant.values} for i, (rate, variant) in enumerate(pairs)},
-                seeds=seeds,
-                options=options,
-            )
-            return plan_sweep(sweep, roots=setup.roots, make_job=make_job)
+            rows = [
+                (
+                    {
+                        **(labels or {}), "model": label, "task": task,
+                        **({"rate": f"{rate['lr']:g}"} if ladder == "grid" else {}), **variant.labels, "seed": seed,
+                    },
+                    [options, {"model": model, **_pooling(model, tasks)}, setup.task(task),
+                     (by_task or {}).get(task, {}), rate, variant.values],
+                )
+                for (label, model), task, (rate, variant), seed in itertools.product(
+                    models.items(), tasks, zip(of_variants, variants, strict=True), seeds
+                )
+            ]  # fmt: skip
+            rows = [(cell, layers) for cell, layers in rows if not exclude(cell)]
+            return plan_runs(planned_runs(name, rows, setup.roots, make_job))
 
         return lambda records: plan()(records)
 
-    plans = [lazily(tuple(zip(tried, variants, strict=True))) for tried in zip(*rates, strict=True)]
+    plans = [lazily(of_variants) for of_variants in zip(*rates, strict=True)]
     if ladder == "grid":
-        plan_cells = grid_of_rates(plans, START, LADDER)
+        plan_cells = grid_of_rates(plans, START)
     elif ladder == "choose":
         plan_cells = choose_rates(plans, START, len(seeds), waits=setup.runs)
     else:
         plan_cells = choose_rates(plans, FIRST_RATES if len(plans) > 1 else (), waits=setup.runs)
-
-    def relabel(cell: Cell) -> Cell:
-        """Replace the sweep's number of a variant by the variant's labels."""
-        others = {axis: label for axis, label in cell.items() if axis not in ("method", "seed")}
-        return {**(labels or {}), **others, **variants[int(cell["method"])].labels, "seed": cell["seed"]}
-
-    def plan_relabelled(records: Records) -> list[PlannedCell]:
-        cells = [
-            replace(
-                planned,
-                cell=relabel(planned.cell),
-                tries=tuple(replace(one, cell=relabel(one.cell)) for one in planned.tries),
-            )
-            for planned in plan_cells(records)
-        ]
-        return [planned for planned in cells if not exclude(planned.cell)]
-
     if not floors or ladder != "steps" or "lr" in options:
-        return plan_relabelled
-    plans = [plan_relabelled]
+        return plan_cells
+    plans = [plan_cells]
     methods = [variant.values["method"] for variant in variants]
     for (label, model), task in itertools.product(models.items(), tasks):
         kind = TASKS[task].kind

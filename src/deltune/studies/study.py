@@ -6,7 +6,7 @@ A sweep is the simplest study: models × tasks × axes × methods × seeds, read
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -126,36 +126,21 @@ class Sweep(BaseModel):
         for entry, labels in self._entries().items():
             yield from ((f"{entry} {label}", values) for label, values in labels.items())
 
-    def cells(
-        self, data_root: str | None = None, roots: Roots = NO_ROOTS, make_job: JobMaker = run_job
-    ) -> list[PlannedRun]:
+    def cells(self, data_root: str | None = None) -> list[PlannedRun]:
         """Expand the sweep, with models outermost and seeds innermost."""
-        runs, problems = [], []
-        names = list(self.axes)
-        for model, task, labels, method, seed in itertools.product(
-            self.models, self.tasks, itertools.product(*self.axes.values()), self.methods, self.seeds
-        ):
-            axis_labels = dict(zip(names, labels, strict=True))
-            cell = {"model": model, "task": task, **axis_labels, "method": method, "seed": seed}
-            values: Values = {} if data_root is None else {"data_root": data_root}
-            layers = [self.options, self.models[model], self.tasks[task], self.methods[method]]
-            layers += [self.axes[axis][label] for axis, label in axis_labels.items()]
-            values["pooling"] = "model"  # as all stored results, unless the study gives another
-            for layer in (*layers, {"seed": seed}):
-                values = merge_values(values, flatten(layer))
-            if isinstance(values.get("method"), str):
-                values["method"] = values["method"].replace(SEED_PLACEHOLDER, str(seed))
-            try:
-                config = RunConfig.from_flat(**self._solve_size(values))
-                if config.optim.lr is None and not {"lr", "method"} & {*config.runtime.search}:
-                    config = config.replace(lr=default_learning_rate(config.method.expression))
-                runs.append(PlannedRun(cell, config, make_job(config, roots)))
-            except DeltuneError as error:
-                problem = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
-                problems += [problem] if problem not in problems else []
-        if problems:
-            raise error_from_problems(f"study {self.name} cannot be run", problems)
-        return runs
+        here: Values = {} if data_root is None else {"data_root": data_root}
+        axis_labels = [dict(zip(self.axes, labels, strict=True)) for labels in itertools.product(*self.axes.values())]
+        rows = [
+            (
+                {"model": model, "task": task, **labels, "method": method, "seed": seed},
+                [here, self.options, self.models[model], self.tasks[task], self.methods[method],
+                 *(self.axes[axis][label] for axis, label in labels.items())],
+            )
+            for model, task, labels, method, seed in itertools.product(
+                self.models, self.tasks, axis_labels, self.methods, self.seeds
+            )
+        ]  # fmt: skip
+        return planned_runs(self.name, rows, solve=self._solve_size)
 
     def _solve_size(self, values: Values) -> Values:
         """Solve the method's size where it is written as a question mark."""
@@ -174,6 +159,39 @@ class PlannedRun:
     cell: Cell
     spec: RunConfig
     job: Job
+
+
+def planned_runs(
+    study: str,
+    rows: Iterable[tuple[Cell, Sequence[Mapping[str, Any]]]],
+    roots: Roots = NO_ROOTS,
+    make_job: JobMaker = run_job,
+    solve: Callable[[Values], Values] = lambda values: values,
+) -> list[PlannedRun]:
+    """Return the run of each cell, whose fields are given in layers, of which the later win, and last the cell's seed.
+
+    All mistakes of a study are one error.
+    """
+    runs: list[PlannedRun] = []
+    problems: dict[str, None] = {}
+    for cell, layers in rows:
+        values: Values = {"pooling": "model"}  # as all stored results, unless the study gives another
+        for layer in (*layers, {"seed": cell["seed"]}):
+            values = merge_values(values, flatten(layer))
+        if isinstance(values.get("method"), str):
+            values["method"] = values["method"].replace(SEED_PLACEHOLDER, str(cell["seed"]))
+        try:
+            config = RunConfig.from_flat(**solve(values))
+            if config.optim.lr is None and not {"lr", "method"} & {*config.runtime.search}:
+                config = config.replace(lr=default_learning_rate(config.method.expression))
+            runs.append(PlannedRun(cell, config, make_job(config, roots)))
+        except DeltuneError as error:
+            problems[f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"] = (
+                None
+            )
+    if problems:
+        raise error_from_problems(f"study {study} cannot be run", list(problems))
+    return runs
 
 
 def read_sweep(path: str | Path) -> Sweep:
@@ -298,14 +316,11 @@ class Study:
         return outcomes
 
 
-def plan_sweep(
-    sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROOTS, make_job: JobMaker = run_job
-) -> CellPlan:
-    """Return the cells of a sweep, each with the job that is made of its run.
+def plan_runs(runs: Sequence[PlannedRun]) -> CellPlan:
+    """Return the cells of runs.
 
     Where runs search hyperparameters, only the first seed searches; the other seeds use what it chose.
     """
-    runs = sweep.cells(data_root, roots, make_job)
     first_seeds = {labels_without_seed(run.cell): run for run in reversed(runs)}
 
     def plan_cells(records: Records) -> list[PlannedCell]:
@@ -339,7 +354,7 @@ def study_from_file(path: str | Path, data_root: str | Path | None = None) -> St
     by_model = "model" if len(sweep.models) > 1 else ""
     table = TableSpec(title="Scores", rows="method", columns=("task", *axes), metric=metric, groups=by_model)
     bars = () if axes else (Bars(title="Scores, drawn", y=metric, panels=by_model),)
-    plan_cells = plan_sweep(sweep, None if data_root is None else str(data_root))
+    plan_cells = plan_runs(sweep.cells(None if data_root is None else str(data_root)))
     return Study(sweep.name, f"The sweep of {Path(path).name}", plan_cells, (table, *bars), metric)
 
 

@@ -310,5 +310,6 @@ CHOICES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("ap/thresholds",), "Ranges of the low thresholds of all methods that §5.3 prints: "
      + "; ".join(f"{model} {low:,.0f} to {high:,.0f}" for model, (low, high) in AP_LOW_THRESHOLDS.items()) + "."),
 )  # fmt: skip
-"""Studies -> a place where their paper disagrees with itself, or is silent, and what was chosen; all of them. What has a
-second row is listed with it, and with them a printed range that no table of ours has."""
+"""Studies -> a place where their paper disagrees with itself, or is silent, and what was chosen; all of them.
+
+What has a second row is listed with it, and with them a printed range that no table of ours has."""
