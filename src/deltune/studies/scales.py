@@ -15,7 +15,7 @@ from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
 from .claims.selectors import EDGE, FLOOR
 from .jobs.job import Cell, Job, JobMaker, Roots, run_job
-from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, labels_without_seed, plan_runs, planned_runs
+from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, plan_runs, planned_runs
 
 Values = Mapping[str, Any]
 """Fields of a run's spec."""
@@ -118,13 +118,13 @@ def _beyond(tried: range, best: int, end: int) -> range:
 def choose_rates(
     plans: Sequence[CellPlan], start: Sequence[int] = (), judges: int = 2, *, waits: bool = True
 ) -> CellPlan:
-    """Return the cells of several plans that differ in the learning rate alone, each cell with the best rate.
+    """Return the cells of one method on one model and task, a cell for each seed, with the best rate.
 
-    There is a plan for each rate, ascending; their cells are the same, in the same order. The rates at the places in
-    `start` (default: all) are tried under the first seed. The two that validate best are tried under further seeds,
-    `judges` in all, and the best in the mean is taken. While the best under the first seed, or the one that is taken,
-    is the lowest or the highest that was tried, the next one is tried too. A run that diverged is worse than any
-    other; of equally good rates the first of `start` is taken.
+    There is a plan for each rate, ascending. The rates at the places in `start` (default: all) are tried under the
+    first seed. The two that validate best are tried under further seeds, `judges` in all, and the best in the mean is
+    taken. While the best under the first seed, or the one that is taken, is the lowest or the highest that was tried,
+    the next one is tried too. A run that diverged is worse than any other; of equally good rates the first of `start`
+    is taken.
 
     The cells have no job until all of these runs have ended. Unless it `waits`, a cell has the best rate of those that
     have ended, as long as they are at least those of `start`. The cell's extra says under `EDGE` whether the rate is at
@@ -136,41 +136,21 @@ def choose_rates(
     order = (*first, *(place for place in range(len(plans)) if place not in first))
 
     def plan_cells(records: Records) -> list[PlannedCell]:
-        @cache
-        def at(place: int) -> Sequence[PlannedCell]:
-            return plans[place](records)
-
-        def of_seed(i: int) -> Choice:
-            return lambda place: at(place)[i]
-
-        seeds: dict[tuple[object, ...], list[Choice]] = {}
-        for i, one in enumerate(at(first[0])):
-            seeds.setdefault(labels_without_seed(one.cell), []).append(of_seed(i))
-        chosen = {
-            labels: _choose(choices[:judges], records, order, range(min(first), max(first) + 1), waits)
-            for labels, choices in seeds.items()
-        }
-        return [chosen[labels_without_seed(one.cell)].of(of_seed(i), first[0]) for i, one in enumerate(at(first[0]))]
+        at = cache(lambda place: plans[place](records))
+        choices = [partial(lambda i, place: at(place)[i], i) for i in range(len(at(first[0])))]
+        chosen = _choose(choices[:judges], records, order, range(min(first), max(first) + 1), waits)
+        return [chosen.of(choice, first[0]) for choice in choices]
 
     return plan_cells
 
 
 def grid_of_rates(plans: Sequence[CellPlan], start: range) -> CellPlan:
-    """Return the cells of several plans, as for `choose_rates` but with the rate as a label.
-
-    Rates beyond the first ones are cells where the first seed's best rate was at an edge.
-    """
+    """Return the cells at every rate that is tried, further ones where the best is at an edge, as for `choose_rates`."""
 
     def plan_cells(records: Records) -> list[PlannedCell]:
-        seeds: dict[tuple[object, ...], list[tuple[PlannedCell, ...]]] = {}
-        for choice in zip(*(plan(records) for plan in plans), strict=True):
-            seeds.setdefault(labels_without_seed(choice[0].cell), []).append(choice)
-        return [
-            choice[place]
-            for of_seeds in seeds.values()
-            for place in widened(start, len(plans), partial(_quality, of_seeds[0].__getitem__, records))
-            for choice in of_seeds
-        ]
+        at = cache(lambda place: plans[place](records))
+        tried = widened(start, len(plans), partial(_quality, lambda place: at(place)[0], records))
+        return [planned for place in tried for planned in at(place)]
 
     return plan_cells
 
@@ -429,48 +409,41 @@ def cross_product(
     setup.check(models.values(), tasks)
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)
     options = {**(SMALL_OPTIONS if setup.small else {}), **(options or {})}
-    rates: list[list[Values]] = [
-        [{"lr": rate} for rate in LADDER]
-        if ladder != "steps"
-        else [{}]
-        if "lr" in {**options, **variant.values}
-        else setup.rates(variant.values["method"])
-        for variant in variants
-    ]
 
-    def lazily(of_variants: Sequence[Values]) -> CellPlan:
-        """Return the cells with a rate for each variant, made when first asked for: most rates are never tried."""
+    def of_rate(label: str, task: str, variant: Variant, rate: Values) -> CellPlan:
+        """Return the cells of all seeds, made when first asked for: most rates are never tried."""
+        shown = {"rate": f"{rate['lr']:g}"} if ladder == "grid" else {}
+        cell = {**(labels or {}), "model": label, "task": task, **shown, **variant.labels}
+        layers = [
+            options, {"model": models[label], **_pooling(models[label], tasks)}, setup.task(task),
+            (by_task or {}).get(task, {}), rate, variant.values,
+        ]  # fmt: skip
 
         @cache
         def plan() -> CellPlan:
-            rows = [
-                (
-                    {
-                        **(labels or {}), "model": label, "task": task,
-                        **({"rate": f"{rate['lr']:g}"} if ladder == "grid" else {}), **variant.labels, "seed": seed,
-                    },
-                    [options, {"model": model, **_pooling(model, tasks)}, setup.task(task),
-                     (by_task or {}).get(task, {}), rate, variant.values],
-                )
-                for (label, model), task, (rate, variant), seed in itertools.product(
-                    models.items(), tasks, zip(of_variants, variants, strict=True), seeds
-                )
-            ]  # fmt: skip
-            rows = [(cell, layers) for cell, layers in rows if not exclude(cell)]
+            rows = [({**cell, "seed": seed}, layers) for seed in seeds]
             return plan_runs(planned_runs(name, rows, setup.roots, make_job))
 
         return lambda records: plan()(records)
 
-    plans = [lazily(of_variants) for of_variants in zip(*rates, strict=True)]
-    if ladder == "grid":
-        plan_cells = grid_of_rates(plans, START)
-    elif ladder == "choose":
-        plan_cells = choose_rates(plans, START, len(seeds), waits=setup.runs)
-    else:
-        plan_cells = choose_rates(plans, FIRST_RATES if len(plans) > 1 else (), waits=setup.runs)
+    plans: list[CellPlan] = []
+    for label, task, variant in itertools.product(models, tasks, variants):
+        if exclude({"model": label, "task": task, **variant.labels}):
+            continue
+        if ladder == "steps":
+            has_rate = "lr" in {**options, **variant.values}
+            rates = [{}] if has_rate else setup.rates(variant.values["method"])
+        else:
+            rates = [{"lr": rate} for rate in LADDER]
+        of_rates = [of_rate(label, task, variant, rate) for rate in rates]
+        if ladder == "grid":
+            plans.append(grid_of_rates(of_rates, START))
+        elif ladder == "choose":
+            plans.append(choose_rates(of_rates, START, len(seeds), waits=setup.runs))
+        else:
+            plans.append(choose_rates(of_rates, FIRST_RATES if len(rates) > 1 else (), waits=setup.runs))
     if not floors or ladder != "steps" or "lr" in options:
-        return plan_cells
-    plans = [plan_cells]
+        return join_plans(*plans)
     methods = [variant.values["method"] for variant in variants]
     for (label, model), task in itertools.product(models.items(), tasks):
         kind = TASKS[task].kind
