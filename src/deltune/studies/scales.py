@@ -145,7 +145,7 @@ def choose_rates(
 
 
 def grid_of_rates(plans: Sequence[CellPlan], start: range) -> CellPlan:
-    """Return the cells at every rate that is tried, further ones where the best is at an edge, as for `choose_rates`."""
+    """Return the cells at every rate that is tried; further ones where the best is at an edge, as in `choose_rates`."""
 
     def plan_cells(records: Records) -> list[PlannedCell]:
         at = cache(lambda place: plans[place](records))
