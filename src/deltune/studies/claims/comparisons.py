@@ -459,9 +459,7 @@ class Cells:
             self.cells[key] = outcome
         self.used: dict[Key, Outcome] = {}
         """The outcomes that were measured for a claim."""
-        self._read: dict[tuple[Measurement, Key], Number | str] = {}
-        self._references: dict[tuple[Measurement, Key], list[Outcome]] = {}
-        self._numbers_of_labels: dict[str, int] = {}
+        self._read: dict[tuple[Measurement, Key], tuple[Number | str, list[Outcome]]] = {}
         self._following: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     def excluding(self, exclude: CellSelector) -> Cells:
@@ -528,7 +526,7 @@ class Cells:
         matches = [o for o in members if has_labels(o, selector)]
         for axis, label in selector.items():
             if isinstance(label, SymbolicLabel) and label is not EVERY and matches:
-                if self._number_of_labels(axis) < 2:
+                if len({o.cell[axis] for o in self.outcomes if axis in o.cell}) < 2:
                     raise MissingCells([f"only one {axis} in the study: no {label}"])
                 positions = {of: self.position(axis, of) for of in dict.fromkeys(o.cell[axis] for o in matches)}
                 at = {SMALLEST: 0, SECOND_SMALLEST: 1, LARGEST: -1}[label]
@@ -572,11 +570,6 @@ class Cells:
                 sizes.setdefault(outcome.cell["model"], float(size))
         return sizes
 
-    def _number_of_labels(self, axis: str) -> int:
-        if axis not in self._numbers_of_labels:
-            self._numbers_of_labels[axis] = len(self.labels(axis, {}))
-        return self._numbers_of_labels[axis]
-
     def measure(self, measurement: Measurement, cell: Cell, seed: Any) -> Number:
         """Return what a measurement gives for one run: the cell (its labels, such as method and task) with one seed."""
         labels = {**cell, SEED: seed}
@@ -598,10 +591,9 @@ class Cells:
                 group = [o for o in self.outcomes if self._key(o.cell, alike) == same]
             references = [member for member in group if measurement.is_reference(member)]
             for member, number in zip(group, measurement.read(group, self.metric), strict=True):
-                self._read[measurement, self._key(member.cell, self.axes)] = number
-                self._references[measurement, self._key(member.cell, self.axes)] = references
-        self.used |= {self._key(reference.cell, self.axes): reference for reference in self._references[key]}
-        number = self._read[key]
+                self._read[measurement, self._key(member.cell, self.axes)] = number, references
+        number, references = self._read[key]
+        self.used |= {self._key(reference.cell, self.axes): reference for reference in references}
         if isinstance(number, str):
             raise MissingCells([f"{number}: {self.describe(full)}"])
         return number
