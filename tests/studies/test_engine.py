@@ -87,25 +87,6 @@ def drive(jobs: Sequence[Job], results: ResultStore, pool: Any = None, **options
 # -- the file
 
 
-def test_what_was_put_is_there_again(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.jsonl") as file:
-        assert file.get("a") is None
-        file.put(row("a"))
-        file.put(row("b", error="it broke"))
-    with ResultStore(tmp_path / "r.jsonl") as file:
-        assert file.get("a") == row("a") and [r.name for r in file.records()] == ["a", "b"]
-
-
-def test_a_corrupt_line_counts_as_not_there(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.jsonl") as file:
-        file.put(row("a"))
-        file.put(row("b"))
-    text = file.path.read_text()
-    file.path.write_text(text.replace('"value":1.0', '"value":9.0', 1))
-    with pytest.warns(UserWarning, match="line 1 of .* is corrupt"), ResultStore(file.path) as again:
-        assert again.get("a") is None and [r.name for r in again.records()] == ["b"]
-
-
 def test_no_space_left(tmp_path: Path) -> None:
     """Half a line is there, which the next one overwrites."""
     with ResultStore(tmp_path / "r.jsonl") as file:
@@ -196,25 +177,6 @@ def test_a_program_that_is_missing_fails_its_job_alone(tmp_path: Path, monkeypat
         assert len(drive(of(1), file).failed) == 1
         with pytest.raises(StorageError, match="two"):
             drive(of(1, 2), file)
-
-
-def test_a_finished_work_cannot_be_claimed(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.jsonl") as one, ResultStore(tmp_path / "r.jsonl") as two:
-        assert one.claim("a")
-        one.put(row("a"))
-        one.put(row("b", error="broke"))
-        assert not two.claim("a") and not two.claim("b") and two.claim("b", again=True)
-
-
-def test_a_job_that_is_being_done_shows_in_every_store(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.jsonl") as one, ResultStore(tmp_path / "r.jsonl", read_only=True) as two:
-        assert two.claimed_jobs() == set()
-        assert one.claim("a") and one.claim("b")
-        assert two.claimed_jobs() == {"a", "b"}
-        one.put(row("a"))
-        assert two.claimed_jobs() == {"b"}
-        one.release()
-        assert two.claimed_jobs() == set()
 
 
 @pytest.mark.parametrize("there", range(7))
