@@ -28,7 +28,7 @@ from deltune.studies.papers.thresholds import (
     find_thresholds,
     plan_thresholds,
     powers_of_two,
-    threshold_outcomes,
+    threshold_outcome,
 )
 from deltune.studies.report.figure_spec import TableSpec
 from deltune.studies.report.page import build_section, power_lines
@@ -299,7 +299,7 @@ DIVERGED = "at every rate the loss is nan"
 
 def answered(value: Callable[[int, int], float | str]) -> list[Outcome]:
     """The outcomes when every run has ended: an accuracy for N (full tuning: -1) and seed, or an error."""
-    made = Study("t", "?", plan_thresholds([grid_of()]), read_outcomes=threshold_outcomes)
+    made = Study("t", "?", plan_thresholds([grid_of()]), read_outcome=threshold_outcome)
     rows: dict[str, JobRecord] = {}
     for job in made.jobs({}):
         score = value(job.spec["n"], job.spec["seed"])
@@ -371,7 +371,7 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
         lambda n, seed: run_job(spec(f"apet(lora(rank=4), parameters={n})", seed)),
         lambda seed: run_job(spec("full", seed)), 1 / 3,
     )  # fmt: skip
-    climbing = Study("tiny/thresholds", "?", plan_thresholds([grid]), read_outcomes=threshold_outcomes)
+    climbing = Study("tiny/thresholds", "?", plan_thresholds([grid]), read_outcome=threshold_outcome)
     with ResultStore(tmp_path / "r.jsonl") as file, ProgressDisplay(False) as bar:
         drive = Scheduler(climbing.jobs, file, Here(file.runs))
         drive.run(bar)

@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import check_booleans, check_extra
 from .claims.selectors import FLOOR
 from .scales import LADDER, START
-from .study import CellPlan, PlannedCell, Records, job_outcomes
+from .study import CellPlan, PlannedCell, Records, job_outcome
 
 RunKey = tuple[str, str]
 """A run of a grid: the labels of its method and its rate."""
@@ -221,7 +221,7 @@ def _curve(planned: PlannedCell, records: Records) -> list[tuple[int, float]] | 
     record = planned.record(records)
     if record is None:
         return None
-    (outcome,) = job_outcomes(planned, record)
+    outcome = job_outcome(planned, record)
     if outcome.error is not None:
         return [(1, -math.inf)]
     name = f"eval_{outcome.extra['best']['metric']}"

@@ -243,18 +243,18 @@ class PlannedCell:
 CellPlan = Callable[[Records], Sequence[PlannedCell]]
 """What is done so far -> every cell of a study."""
 
-OutcomeReader = Callable[[PlannedCell, JobRecord], list[Outcome]]
-"""Cell and record of its job -> outcomes."""
+OutcomeReader = Callable[[PlannedCell, JobRecord], Outcome]
+"""Cell and record of its job -> its outcome."""
 
 
-def job_outcomes(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
-    """Return the one outcome of a job: its result, or the error that it ended with."""
+def job_outcome(planned: PlannedCell, record: JobRecord) -> Outcome:
+    """Return the outcome of a job: its result, or the error that it ended with."""
     spec = record.spec.get("run", record.spec)
     if record.result is None:
-        return [Outcome(planned.cell, spec, seconds=record.seconds, error=record.error or "no result")]
+        return Outcome(planned.cell, spec, seconds=record.seconds, error=record.error or "no result")
     fields = {name: record.result[name] for name in RESULT_FIELDS if name in record.result}
     extra = {name: value for name, value in record.result.items() if name not in RESULT_FIELDS}
-    return [Outcome(planned.cell, spec, **fields, extra={**extra, **planned.extra})]
+    return Outcome(planned.cell, spec, **fields, extra={**extra, **planned.extra})
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class Study:
         views: The tables and figures.
         metric: The score that claims are about, or several: the first that a task has.
         notes: What differs from the paper.
-        read_outcomes: What turns the record of a job into outcomes.
+        read_outcome: What turns the record of a job into the outcome of its cell.
         lower: Whether lower values of the metric are better.
         repetition: What the labels of the axis of seeds are called, in the singular.
     """
@@ -279,7 +279,7 @@ class Study:
     views: tuple[ViewSpec, ...] = ()
     metric: Numbers = "accuracy"
     notes: str = ""
-    read_outcomes: OutcomeReader = job_outcomes
+    read_outcome: OutcomeReader = job_outcome
     lower: bool = field(default=False, kw_only=True)
     repetition: str = "seed"
 
@@ -305,15 +305,12 @@ class Study:
 
         A cell without a record is waiting; it has failed if the search that would determine its job has failed.
         """
-        outcomes: list[Outcome] = []
-        for planned in self.plan_cells(records):
-            record = planned.record(records)
-            if record is None:
-                spec = {} if planned.job is None else planned.job.spec
-                outcomes.append(Outcome(planned.cell, spec, error=planned.why, waiting=not planned.lost))
-            else:
-                outcomes += self.read_outcomes(planned, record)
-        return outcomes
+        return [
+            Outcome(planned.cell, {} if planned.job is None else planned.job.spec, error=planned.why,
+                    waiting=not planned.lost)
+            if (record := planned.record(records)) is None else self.read_outcome(planned, record)
+            for planned in self.plan_cells(records)
+        ]  # fmt: skip
 
 
 def plan_runs(runs: Sequence[PlannedRun]) -> CellPlan:

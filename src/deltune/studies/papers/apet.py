@@ -30,7 +30,7 @@ from ..scales import (
 from ..study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Study
 from .published import AP_TABLE2
 from .questions import QUESTIONS
-from .thresholds import ThresholdGrid, plan_thresholds, powers_of_two, threshold_outcomes
+from .thresholds import ThresholdGrid, plan_thresholds, powers_of_two, threshold_outcome
 
 PARITY = 1.0
 """Points within which two scores count as the same performance."""
@@ -502,7 +502,7 @@ def thresholds(setup: StudySetup) -> Study:
          else "BERT's head is frozen as it was drawn, T5 answers in words. ")
         + f"{THRESHOLDS_NOTE} {DRAWN_NOTE} A run that diverges counts as a guess. " + _note(setup)
         + (f" It is chosen with the most parameters, for every N. {SHORT_NOTE}" if setup.small else ""),
-        threshold_outcomes,
+        threshold_outcome,
     )  # fmt: skip
 
 

@@ -454,16 +454,16 @@ def time(setup: StudySetup) -> Study:
         f"method. The rounds are divided into {TIMING_BLOCKS} blocks, which stand in the place of seeds: what varies "
         "between them is the clock. There are no test rows."
         + (" On small models and a CPU the fixed costs of each operation weigh more." if setup.small else ""),
-        timings,
+        timing,
         lower=True,
         repetition="block",
     )  # fmt: skip
 
 
-def timings(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
+def timing(planned: PlannedCell, record: JobRecord) -> Outcome:
     """Return one block of a method's rounds, in percent of full tuning's time in the same round."""
     if record.result is None:
-        return [Outcome(planned.cell, record.spec, error=record.error or "no result")]
+        return Outcome(planned.cell, record.spec, error=record.error or "no result")
     turns = record.result["turns"]
     method_turns, full_turns = turns[planned.cell["method"]], turns["full"]
     scores: dict[str, float] = {}
@@ -474,7 +474,7 @@ def timings(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
         scores[f"{phase}_seconds"] = median(times)
     count = {"percent": method_turns["percent"]}
     extra = {"kept": method_turns["kept"], "parameters": method_turns.get("parameters")}
-    return [Outcome(planned.cell, record.spec, scores, count, extra=extra)]
+    return Outcome(planned.cell, record.spec, scores, count, extra=extra)
 
 
 LAYER_NAMES = {"None": "embeddings", **{str(layer): str(layer + 1) for layer in range(24)}}
