@@ -351,17 +351,6 @@ def method_variants(methods: Mapping[str, str], **labels: Any) -> list[Variant]:
     return [Variant({"method": label, **labels}, {"method": method}) for label, method in methods.items()]
 
 
-UNTRAINED_FLOORS = ("untuned", "probe")
-"""Floors that need no training, and the kinds of their jobs."""
-
-
-def _floor_variants(methods: Iterable[Any], *, written: bool) -> list[Variant]:
-    """Return the floors of a task and full tuning, without what is one of the study's methods already."""
-    names = [name for name in ("full", *(() if written else ("head",))) if name not in methods]
-    untuned = [Variant({FLOOR: "untuned"}, {"method": "head"})] if written else []
-    return [Variant({FLOOR: name}, {"method": name}) for name in names] + untuned
-
-
 def _without_training(floor: str, plan: CellPlan, roots: Roots) -> CellPlan:
     """Return the cell of a floor that trains nothing, on the rows of a plan's first run."""
 
@@ -375,9 +364,9 @@ def _without_training(floor: str, plan: CellPlan, roots: Roots) -> CellPlan:
     return plan_cells
 
 
-def _pooling(model: str, tasks: Sequence[str]) -> Values:
+def _pooling(model: str, task: str) -> Values:
     """Return the pooling of runs on a model as a field of a spec; none where it is the class's own."""
-    has_own = model != BUNDLED_MODEL or any(TASKS[task].kind != "classification" for task in tasks)
+    has_own = model != BUNDLED_MODEL or TASKS[task].kind != "classification"
     return {} if has_own else {"pooling": "mean"}
 
 
@@ -410,53 +399,54 @@ def cross_product(
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)
     options = {**(SMALL_OPTIONS if setup.small else {}), **(options or {})}
 
-    def of_rate(label: str, task: str, variant: Variant, rate: Values) -> CellPlan:
+    def of_rate(label: str, task: str, variant: Variant, rate: Values, make: JobMaker) -> CellPlan:
         """Return the cells of all seeds, made when first asked for: most rates are never tried."""
         shown = {"rate": f"{rate['lr']:g}"} if ladder == "grid" else {}
         cell = {**(labels or {}), "model": label, "task": task, **shown, **variant.labels}
         layers = [
-            options, {"model": models[label], **_pooling(models[label], tasks)}, setup.task(task),
+            options, {"model": models[label], **_pooling(models[label], task)}, setup.task(task),
             (by_task or {}).get(task, {}), rate, variant.values,
         ]  # fmt: skip
 
         @cache
         def plan() -> CellPlan:
             rows = [({**cell, "seed": seed}, layers) for seed in seeds]
-            return plan_runs(planned_runs(name, rows, setup.roots, make_job))
+            return plan_runs(planned_runs(name, rows, setup.roots, make))
 
         return lambda records: plan()(records)
 
-    plans: list[CellPlan] = []
-    for label, task, variant in itertools.product(models, tasks, variants):
-        if exclude({"model": label, "task": task, **variant.labels}):
-            continue
+    def of_variant(label: str, task: str, variant: Variant, make: JobMaker = run_job) -> CellPlan:
         if ladder == "steps":
             has_rate = "lr" in {**options, **variant.values}
             rates = [{}] if has_rate else setup.rates(variant.values["method"])
         else:
             rates = [{"lr": rate} for rate in LADDER]
-        of_rates = [of_rate(label, task, variant, rate) for rate in rates]
+        plans = [of_rate(label, task, variant, rate, make) for rate in rates]
         if ladder == "grid":
-            plans.append(grid_of_rates(of_rates, START))
-        elif ladder == "choose":
-            plans.append(choose_rates(of_rates, START, len(seeds), waits=setup.runs))
-        else:
-            plans.append(choose_rates(of_rates, FIRST_RATES if len(rates) > 1 else (), waits=setup.runs))
+            return grid_of_rates(plans, START)
+        if ladder == "choose":
+            return choose_rates(plans, START, len(seeds), waits=setup.runs)
+        return choose_rates(plans, FIRST_RATES, waits=setup.runs)
+
+    plans = [
+        of_variant(label, task, variant, make_job)
+        for label, task, variant in itertools.product(models, tasks, variants)
+        if not exclude({"model": label, "task": task, **variant.labels})
+    ]
     if not floors or ladder != "steps" or "lr" in options:
         return join_plans(*plans)
     methods = [variant.values["method"] for variant in variants]
-    for (label, model), task in itertools.product(models.items(), tasks):
-        kind = TASKS[task].kind
-        written = kind == "generation" or (by_task or {}).get(task, {}).get("answer") == "words"
-        for variant in _floor_variants(methods, written=written):
-            of_floor = cross_product(
-                setup, name, {label: model}, [task], [variant], options, seeds,
-                labels=labels, by_task=by_task, floors=False,
-            )  # fmt: skip
-            floor = variant.labels[FLOOR]
-            plans.append(of_floor if floor != "untuned" else _without_training("untuned", of_floor, setup.roots))
-            if floor == "head" and kind in ("classification", "tagging"):
-                plans.append(_without_training("probe", of_floor, setup.roots))
+    full, head = (Variant({FLOOR: name}, {"method": name}) for name in ("full", "head"))
+    for label, task in itertools.product(models, tasks):
+        kind, of_head = TASKS[task].kind, of_variant(label, task, head)
+        if "full" not in methods:
+            plans.append(of_variant(label, task, full))
+        if kind == "generation" or (by_task or {}).get(task, {}).get("answer") == "words":
+            plans.append(_without_training("untuned", of_head, setup.roots))
+        elif "head" not in methods:
+            plans.append(of_head)
+            if kind in ("classification", "tagging"):
+                plans.append(_without_training("probe", of_head, setup.roots))
     return join_plans(*plans)
 
 

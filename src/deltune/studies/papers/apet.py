@@ -533,7 +533,7 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
         labels = {**cell, "method": name, "N": sizes[-1], "seed": first}
         jobs = [job(method, first, rate.get("lr")) for rate in setup.rates(method)]
         plans = [partial(lambda cells, records: cells, [PlannedCell(labels, one)]) for one in jobs]
-        return choose_rates(plans, FIRST_RATES if len(plans) > 1 else (), waits=setup.runs)
+        return choose_rates(plans, FIRST_RATES, waits=setup.runs)
 
     methods = {"full": "full", **{pattern: family.drawn(sizes[-1], pattern, first) for pattern in THE_PAPERS}}
     runs = {name: first_runs(name, method) for name, method in methods.items()}
