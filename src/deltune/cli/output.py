@@ -23,7 +23,9 @@ BaseModelOption = Annotated[
 ]
 PoolingOption = Annotated[
     Literal["model"] | None,
-    typer.Option(help="model: the head reads the class's pooler from now on, also where it was trained on a mean."),
+    typer.Option(
+        help="What a head reads: mean, first or last hidden state, or model, the class's pooler [as trained, or model]."
+    ),
 ]
 LabelsOption = Annotated[str | None, typer.Option(help="Names of the labels, in the order of their ids: a,b,c.")]
 ColumnsOption = Annotated[str | None, typer.Option(help="Which column is what: text=a,label=b.")]
