@@ -149,58 +149,48 @@ def conversations(root: Path, to: Path, model: Path, length: int, most: Mapping[
     return data
 
 
-def chats(root: Path | None, model: str, most: Mapping[str, int], seeds: Sequence[int] = (0,)) -> list[Row]:
+def chats(root: Path | None, model: str, most: Mapping[str, int], target: Target | None = None) -> list[Row]:
     """A whole run on conversations beside the quicker of Trainer + PEFT and TRL + PEFT with its packing.
 
-    TRL's fused head has no Triton on a CPU.
+    TRL's fused head has no Triton on a CPU. most: split -> rows, at most.
     """
     name = f"whole run on chats / the better of PEFT's: {METHOD} on {model}"
     if root is None or not (root / "samsum").is_dir() or not (root.parent / "models" / model).is_dir():
         return [missing(name, f"no samsum in {root or 'a data root'}, or no {model} beside it; give --data-root")]
     folder, length = root.parent / "models" / model, str(CHATS[model])
-    seconds: dict[str, list[float]] = {"ours": [], "trainer": [], "trl": []}
-    memory: dict[str, list[float]] = {side: [] for side in seconds}
-    losses: dict[str, list[float]] = {side: [] for side in seconds}
+    seconds: dict[str, float] = {}
+    memory: dict[str, float] = {}
+    losses: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as made:
         place = Path(made)
         data = str(conversations(root, place / "data", folder, CHATS[model], most))
         ours = ["train", "--model", str(folder), "--data", data, "--task", "chat", "--packing", "--method", METHOD]
         ours += ["--columns", "prompt=prompt,completion=completion", "--max-length", length, "--lr", "1e-3"]
-        for seed in seeds:
-            output = place / str(seed)
-            for side in seconds:
-                theirs = ["benchmarks.whole_language_peft", side, str(folder), data, str(output / side)]
-                theirs += ["--length", length]
-                kind = ["deltune", *ours, "--batch-size", "16", "--output", str(output / side)]
-                command = [sys.executable, "-m", *(kind if side == "ours" else theirs), "--epochs", "1"]
-                spent, most_bytes = carried_out([*command, "--seed", str(seed)], output / "cache" / side)
-                seconds[side].append(spent)
-                memory[side].append(most_bytes)
-                file = output / side / ("metrics.json" if side == "ours" else "found.json")
-                metrics = json.loads(file.read_text(encoding="utf-8"))
-                losses[side].append(metrics["test"]["loss"] if side == "ours" else metrics["eval_loss"])
-    better = min(("trainer", "trl"), key=lambda side: statistics.median(seconds[side]))
-    means = {side: [statistics.fmean(of[side]) for of in (seconds, memory, losses)] for side in seconds}
-    note = "; ".join(f"{s}: {t:.1f} s, {m:.0f} MiB, test loss {loss:.3f}" for s, (t, m, loss) in means.items())
-    limit = None if most else Target(0.8)  # short ones are not judged: starting a process weighs more in them
+        for side in ("ours", "trainer", "trl"):
+            output = place / side
+            theirs = ["benchmarks.whole_language_peft", side, str(folder), data, str(output), "--length", length]
+            kind = ["deltune", *ours, "--batch-size", "16", "--output", str(output)]
+            command = [sys.executable, "-m", *(kind if side == "ours" else theirs), "--epochs", "1", "--seed", "0"]
+            seconds[side], memory[side] = carried_out(command, place / "cache" / side)
+            metrics = json.loads((output / ("metrics.json" if side == "ours" else "found.json")).read_text("utf-8"))
+            losses[side] = metrics["test"]["loss"] if side == "ours" else metrics["eval_loss"]
+    better = min(("trainer", "trl"), key=seconds.__getitem__)
+    note = "; ".join(f"{s}: {t:.1f} s, {memory[s]:.0f} MiB, test loss {losses[s]:.3f}" for s, t in seconds.items())
+    note = f"{most.get('train', 'all')} rows; {note}"
     return [
-        compared(name, seconds["ours"], seconds[better], limit, note),
-        Row(f"{name}: greatest memory of the process", means["ours"][1] / means[better][1], Target(1.0)),
+        compared(name, [seconds["ours"]], [seconds[better]], target, note),
+        Row(f"{name}: greatest memory of the process", memory["ours"] / memory[better], target and Target(1.0)),
     ]
 
 
 def pieces(root: Path | None, full: bool = False) -> list[Piece]:
     """Short: one epoch, fewer rows, one pair, to see that it runs; full: 3 epochs, all rows, 5 seeds, as the targets
-    say."""
-    kind = "wholefull" if full else "whole"
-    seconds = 0.0 if root is None else 1400.0 if full else 30.0
-    most = {} if full else {"train": 400, "validation": 50, "test": 50}
-    seeds = range(3) if full else (0,)
-    languages = [Piece(f"{kind}: chats, {model}", partial(chats, root, model, most, seeds), seconds) for model in CHATS]
-    if full:
-        return [
-            Piece(f"{kind}: {job.name}", partial(measure, job, root, 3, range(5)), seconds) for job in JOBS
-        ] + languages
-    return [
-        Piece(f"{kind}: {job.name}", partial(measure, job, root, 1, (0,), SHORT), seconds) for job in JOBS
-    ] + languages
+    say, and 1,600 conversations. Short ones are not judged: starting a process weighs more in them."""
+    kind, seconds = ("wholefull", 1400.0) if full else ("whole", 30.0)
+    few = {"validation": 50, "test": 50}
+    most, target = ({"train": 1600, **few}, Target(0.8)) if full else ({"train": 400, **few}, None)
+    languages = [
+        Piece(f"{kind}: chats, {model}", partial(chats, root, model, most, target), seconds) for model in CHATS
+    ]
+    options = (3, range(5)) if full else (1, (0,), SHORT)
+    return [*(Piece(f"{kind}: {job.name}", partial(measure, job, root, *options), seconds) for job in JOBS), *languages]

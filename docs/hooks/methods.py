@@ -36,7 +36,7 @@ from runtime import test_first_pass  # noqa: E402
 from tables.methods import ROWS  # noqa: E402
 from tables.quantized import FORMS, batch, load_form, save_models  # noqa: E402
 
-BENCH = ROOT / "build" / "bench.json"
+TIMES = ROOT / "benchmarks" / "results" / "field.json"
 PAGE = ROOT / "docs" / "reference" / "methods.md"
 HEADER = "| method | what it does | for example | PEFT's type | scalars a layer | on MiniLM | from |"
 CHECKS = (
@@ -196,13 +196,13 @@ def beside_peft(name: str, folder: Path) -> tuple[str, str]:
     return f"{outputs:.0e}", "PEFT's are wrong" if gradients is None else f"{gradients:.0e}"
 
 
-def step(name: str, before: str) -> str:
-    """A step's time by PEFT's: of the last run of the benchmark, else what the page has."""
+def step(name: str) -> str:
+    """A step's time by PEFT's, in the benchmark's results."""
     if of_peft(name) == "none":
         return "not in PEFT"
-    rows = Report.read(BENCH).all_rows() if BENCH.is_file() else []
+    rows = Report.read(TIMES).all_rows()
     found = [r.figure for r in rows if re.fullmatch(rf"step / PEFT's: {name}(\(.*\))?", r.name) and r.figure]
-    return f"{found[0]:.2f}" if found else before
+    return f"{found[0]:.2f}" if found else "not timed"
 
 
 def of_peft(name: str) -> str:
@@ -239,10 +239,9 @@ def line(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def checks(name: str, folder: Path, before: str) -> str:
-    """What was tried of a method, as cells; before: what the page has."""
-    last = step(name, before.rpartition(" | ")[2] or "not timed")
-    return " | ".join((str(lines_of(name)), *beside_peft(name, folder), *tried(name, folder), last))
+def checks(name: str, folder: Path) -> str:
+    """What was tried of a method, as cells."""
+    return " | ".join((str(lines_of(name)), *beside_peft(name, folder), *tried(name, folder), step(name)))
 
 
 def page_with(text: str, tables: dict[str, list[str]]) -> str:
@@ -269,7 +268,7 @@ def main(*chosen: str) -> None:
         save_models(Path(folder))
         for name in chosen or every:
             try:
-                found[name] = checks(name, Path(folder), found.get(name, ""))
+                found[name] = checks(name, Path(folder))
             except SystemExit as error:
                 wrong.append(str(error))
             print(name, found.get(name), file=sys.stderr, flush=True)

@@ -88,6 +88,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not problems
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_is_closed(page: Path) -> None:
+    """A block that is left open takes the text after it, and its code is not run."""
+    marks = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(marks) % 2 == 0 and all(marks[::2]) and not any(marks[1::2])
+
+
 def test_every_page_is_linked() -> None:
     """A reader of the sources can reach every page from the README."""
     reached, queue = set(), [ROOT / "README.md"]
@@ -168,7 +175,7 @@ def test_figures_show_the_committed_numbers() -> None:
 @pytest.mark.parametrize("side", ["PEFT", "AdapterHub"])
 def test_ranges_of_steps_are_those_of_the_tables(side: str) -> None:
     """Performance and the README give the lowest, the highest and the median figure of the committed steps."""
-    files = (ROOT / "benchmarks" / "results").glob("*.json")
+    files = [ROOT / "benchmarks" / "results" / f"{part}.json" for part in ("steps", "adapterhub", "others")]
     parts = [rows for path in files for rows in json.loads(path.read_text(encoding="utf-8"))["rows"].values()]
     steps = [row["figure"] for rows in parts for row in rows if row["name"].startswith(f"step / {side}'s")]
     rows = [figure for figure in steps if figure is not None]

@@ -41,7 +41,7 @@ from .attach import find_tuned
 IGNORE_INDEX = -100
 """The label of a token that is not trained on."""
 CHUNK, MIN_CHUNK = 5.3, 32
-"""About how many times as many logits exist at a time as the hidden states of all tokens have numbers, which is less
+"""At most how many times as many logits exist at a time as the hidden states of all tokens have numbers, which is less
 than one layer keeps for its backward pass; and of how many tokens they are at least."""
 WINDOW = 2
 """Consecutive tokens of a row of which the model computes logits and loss, to be compared."""
@@ -473,7 +473,7 @@ def _cross_entropy(
 def _chunk(hidden: torch.Tensor, weight: torch.Tensor) -> int:
     """Return how many tokens have logits at a time."""
     words, width = weight.shape
-    chunks = max(1, int(words / (CHUNK * width)))
+    chunks = math.ceil(words / (CHUNK * width))
     return max(MIN_CHUNK, math.ceil(len(hidden) / chunks))
 
 

@@ -233,6 +233,21 @@ def peft(setup: StudySetup) -> Study:
     return _registered("own/peft", join_plans(*plans), *views)
 
 
+POOLINGS = {"first token": "model", "mean": "mean"}
+"""What the head of minilm-d128 reads -> `pooling`; its pooler hands on the first token as it is."""
+
+
+def pooling(setup: StudySetup) -> Study:
+    """Return the comparison of what the head reads: the first token, in the runs of own/defaults, and the mean."""
+    labels = ("full", "head", "lora", "adapter", "prefix", "layernorm", "bitfit", "mam")
+    plans = []
+    for label, value in POOLINGS.items():
+        variants = method_variants({one: SIZES.get(one, (one,))[0] for one in labels}, pooling=label)
+        variants = [Variant(one.labels, {**one.values, "pooling": value}) for one in variants]
+        plans.append(_plan(setup, "own/pooling", ENCODER, "sst2", variants, LONG, "choose"))
+    return _registered("own/pooling", join_plans(*plans), _scores("method", "task", "pooling"))
+
+
 def _scores(rows: str, *columns: str) -> TableSpec:
     return TableSpec(
         title="Scores", groups="model", rows=rows, columns=columns, metric=METRIC, display_names=HALVES, average=False
@@ -254,11 +269,12 @@ OWN_QUESTIONS: Mapping[str, str] = {
     "own/policies": "What does each way of choosing lose against the best of all methods and rates?",
     "own/structure": "Does structure matter once the number of parameters is equal?",
     "own/sites": "At one number of parameters, do depth and site matter, and does one depend on the other?",
+    "own/pooling": "Do methods rank as they do by the first token when the head reads the mean of the hidden states?",
     "own/peft": "Are scores equal to PEFT's by the same Trainer, and what do they cost in seconds and bytes?",
 }
 OWN_STUDIES: Mapping[str, Callable[[StudySetup], Study]] = {
     "own/defaults": defaults, "own/choose": choose, "own/policies": policies, "own/structure": structure,
-    "own/sites": sites, "own/peft": peft,
+    "own/sites": sites, "own/pooling": pooling, "own/peft": peft,
 }  # fmt: skip
 """Name -> the function that builds the study; these are run by name and are no part of `all`."""
 
@@ -296,6 +312,15 @@ OWN_CLAIMS: Mapping[str, tuple[Claim, ...]] = {
               Beats({"site": "ffn"}, {"site": "attention"})),
         Claim("the lead of the FFN over attention is greater in the upper half", PLAN,
               Rises("depth", {"site": "ffn"}, minus={"site": "attention"})),
+    ),
+    "own/pooling": (
+        Claim("a method scores with the mean as with the first token: within 1 point", PLAN,
+              Within({"pooling": "mean"}, {"pooling": "first token"}, 1.0, both=True)),
+        *(
+            Claim(f"tuned norms are below LoRA when the head reads the {words}", PLAN,
+                  Beats({"pooling": label, "method": "lora"}, {"pooling": label, "method": "layernorm"}))
+            for label, words in (("first token", "first token"), ("mean", "mean"))
+        ),
     ),
     "own/peft": (
         Claim("a method scores by deltune as by PEFT: within 1 point", PLAN, Within(HERE, BY_PEFT, 1.0, both=True)),
