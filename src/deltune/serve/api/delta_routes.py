@@ -42,7 +42,7 @@ def delta_folder(root: Path | None, path: str) -> Path:
     folder = root.resolve() / relative
     try:
         real, is_folder = folder.resolve(strict=True), folder.is_dir()
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # the last of links in a circle, before Python 3.13
         raise InvalidRequest(f"{below}: it does not exist") from None
     if real != folder:
         raise InvalidRequest(f"{below}: it leads through a link, and links are not followed")
