@@ -117,10 +117,6 @@ class Catalog:
             self._gone.pop(entry.name, None)
             self.entries = {**self.entries, entry.name: entry}
 
-    def has_folder(self, name: str) -> bool:
-        """Return whether the directory has a folder of a name."""
-        return self.root is not None and (self.root / name).is_dir()
-
     def remove(self, name: str, folder_stays: bool = True) -> Entry:
         """Take a delta out, and leave it out though its folder stays."""
         with self._lock:

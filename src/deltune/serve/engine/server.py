@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import queue
 import threading
 import time
 import weakref
@@ -245,9 +246,8 @@ class Server:
             QueueFull: Too many requests wait.
             EngineClosed: The server is closing.
         """
-        stream = Stream()
-        stream.begin(self._submit(request, stream.put))
-        return stream
+        items: queue.SimpleQueue[TokenChoice | None] = queue.SimpleQueue()
+        return Stream(self._submit(request, items.put), items)
 
     async def asubmit(self, request: Request) -> Answer:
         """Ask, and wait for the answer. Cancelling the task takes the request out of its batch.
@@ -428,12 +428,9 @@ class Server:
         Raises:
             UnknownDelta: There is no such delta.
         """
-        folder_stays = self._catalog.has_folder(name)  # in this thread, since the disk may be slow
-        self._call(
-            lambda: self._forget(
-                self._catalog.remove(name, folder_stays), f"delta {name!r} was unloaded before it answered"
-            )
-        )
+        stays = self.root is not None and (self.root / name).is_dir()  # in this thread, since the disk may be slow
+        reason = f"delta {name!r} was unloaded before it answered"
+        self._call(lambda: self._forget(self._catalog.remove(name, stays), reason))
 
     def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
         """Look at the directory of deltas again: new folders, changed ones, and those that are gone.
@@ -726,7 +723,6 @@ class Server:
             self._admission.note_end(now)
             self._wake.notify_all()
         job.end(answer)
-        job.listener = None  # a stream, which has the job
 
     def _count(self, tokens: int) -> None:
         """Count tokens that were generated."""
