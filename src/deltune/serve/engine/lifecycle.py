@@ -364,13 +364,17 @@ class Lifecycle:
 
     # -- in the engine's thread: what is in memory
 
+    def in_memory(self) -> list[LoadedDelta]:
+        """Return the versions that take memory, those that go with their last request included."""
+        return [*(loaded for _, loaded in self._resident()), *self.retired]
+
     def _resident(self) -> list[tuple[Entry, LoadedDelta]]:
         """The entries in memory with their versions, but for what was attached before."""
         return [(e, e.current) for e in list(self._active) if e.current is not None and not e.current.permanent]
 
     def _has_room(self, more: int, entry: Entry) -> bool:
         """Say that a version fits into memory; the version that it replaces goes when it is there."""
-        inside = [*(loaded for other, loaded in self._resident() if other is not entry), *self.retired]
+        inside = [loaded for loaded in self.in_memory() if loaded is not entry.current]
         if self.max_loaded is not None and len(inside) + 1 > self.max_loaded:
             return False
         return self.max_loaded_bytes is None or sum(d.bytes for d in inside) + more <= self.max_loaded_bytes
