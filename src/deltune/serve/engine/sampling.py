@@ -33,10 +33,10 @@ _SAMPLING = TypeAdapter(Sampling)
 def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
     """Check the settings of a request."""
     problems, logprobs = [], sampling.logprobs
+    if sampling.max_tokens == 0 and not sampling.prompt_logprobs:
+        problems.append("max_tokens: 0 is for prompt_logprobs alone")
     try:
         _SAMPLING.validate_python(dict(vars(sampling)))
-        if not sampling.max_tokens and not sampling.prompt_logprobs:
-            problems.append("max_tokens: 0 is for prompt_logprobs alone")
         if sampling.prompt_logprobs and logprobs is not None and logprobs > MAX_PROMPT_LOGPROBS:
             problems.append(f"logprobs: with prompt_logprobs {MAX_PROMPT_LOGPROBS} at most, not {logprobs}")
     except ValidationError as error:
