@@ -425,7 +425,7 @@ def _selected_in_tower(
     whole = selection.layers == "all" and not anatomy.layers
     chosen_layers = [] if whole else select_layers(anatomy, selection.layers, selection.stack)
     layers = {anatomy.layers.index(layer) for layer in chosen_layers}
-    norms = {norm.path: norm for _, norm in anatomy.all_norms()}
+    norms = {norm.path: norm for norm in (*anatomy.norms, *(n for layer in anatomy.layers for n in layer.norms))}
     tensors = []
     for tensor in candidates:
         if (
