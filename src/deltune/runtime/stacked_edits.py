@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from ..compat import is_plain_inference
 from ..methods.forms.base import TwoLayers
 from ..methods.positions import ALL
-from ..methods.registry import FORMS
 from .modules import Delta, Edit
 from .rows import AssignmentCache, DeltaRows, KeptByRow
 
@@ -39,7 +38,7 @@ kind are no part of a stack."""
 
 def _stage(edit: Edit) -> int:
     """Return the stage of an edit. A user's own form may override anything, and is part of no stack."""
-    if type(edit.form) not in FORMS:
+    if edit.form.is_own:
         return _OTHER
     if edit.only_scales():
         return _FACTOR

@@ -74,7 +74,7 @@ class TensorSpec:
             saved tensors from it; a buffer that is not saved is drawn again from `seed`.
         shared: Which places share it: all in one "sublayer", all in one kind of attention ("group"), or all of the
             "term"; None where each place has its own.
-        seed: The seed from which `draw` makes a buffer that is not saved, on the CPU.
+        seed: The seed from which `draw` makes a buffer that is not saved, in float32 on the CPU.
         below: Of a buffer of whole numbers, such as positions, what all of them are below.
     """
 
@@ -85,6 +85,14 @@ class TensorSpec:
     shared: Literal["sublayer", "group", "term"] | None = None
     seed: int | None = None
     below: int | None = None
+
+    def __post_init__(self) -> None:
+        drawn = not (self.trained or self.saved)
+        if drawn != (self.seed is not None):
+            raise DeltuneError(
+                f"{self!r}: "
+                + ("a buffer that is not saved needs a seed" if drawn else "a seed is for trained=False, saved=False")
+            )
 
     @property
     def numel(self) -> int:
@@ -203,6 +211,11 @@ def refuse_sum(one: object, two: object) -> NoReturn:
 class MethodPart:
     """What a modification consists of, a form or a composition. It is no method, so it cannot be added to one."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether its class is a user's own, and none of the library."""
+        return type(self).__module__.partition(".")[0] != __name__.partition(".")[0]
+
     def __add__(self, other: object) -> NoReturn:
         refuse_sum(self, other)
 
@@ -269,7 +282,7 @@ class Form(MethodPart):
         acts_on_weights: Whether Δh = A u with the A of `affine`, for one matrix or a stack of them, so that the form
             can act at a weight that a module reads itself, as experts and routers do: W + s A.
         reads_ids: Whether u may be token ids, each of which stands for a one-hot vector.
-        reads_weight: Whether it reads the frozen projection, so that it can act at projections only.
+        reads_weight: Whether it reads the frozen projection, so that it can act at projections only, in parallel.
         reads_first_pass: Whether it reads the last hidden states of a first pass of the stack, which runs before each.
         reads_text: Whether it reads which tokens of the text see each other.
     """
@@ -370,6 +383,9 @@ class Form(MethodPart):
 
     def fill_untrained(self, tensors: Tensors, buffers: Tensors) -> None:
         """Fill tensors, in place, with the values of entries that a mask leaves out, which change nothing.
+
+        In a form of your own that does not write it, these entries stay at their initial values, which are then saved;
+        those of the factors of `mask_factors` are 0.
 
         Args:
             buffers: The other tensors by name.
@@ -485,6 +501,9 @@ FORM_METHOD_EXAMPLES = {
     "factors": "def factors(self, tensors): return D, U  # where Δh = U D u",
     "weights": "def weights(self, tensors, u, at): return (u @ tensors['router'].t()).softmax(-1)  # of n experts",
     "weight": "def weight(self, tensors, at): return at.weight + A  # W' of shape (out, in)",
+    "draw": "def draw(self, shapes, generator): "
+    "return {n: torch.randn(s, generator=generator) for n, s in shapes.items()}",
+    "fold": "def fold(self, tensors, widths): return {...}  # the saved tensors, from the trained ones",
 }
 """What forms write, with a line that does."""
 
