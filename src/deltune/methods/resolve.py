@@ -15,7 +15,6 @@ from .masks import Mask, MaskGroup, RowMask, split_budget
 from .sites import Location, ModuleSide, resolve_locations, select_layers
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
 
-
 START = "~start"
 """How the name of a buffer ends that holds the initial values of a tensor under a mask."""
 
@@ -162,7 +161,8 @@ def resolve(anatomy: Anatomy, method: Method, base_size: Callable[[], int]) -> R
         plans.append(term_plan)
     problems = problems or list(_conflicts(plans, method.terms))
     if problems:
-        raise error_from_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
+        once = [problem.removeprefix(f"{method!r}: ") for problem in problems]
+        raise error_from_problems(f"{method!r} cannot be had on {anatomy.model}", once)
     selected = {t.name: t for plan in plans for t in plan.selected}
     masked = {t.name: (t, mask) for plan in plans for t, mask in plan.masked}
     resolved = ResolvedMethod(

@@ -341,7 +341,11 @@ class Edit(TensorTable):
     def initialize(self, at: Place | None, shared: Mapping[str, torch.Tensor]) -> None:
         """Set the initial values of the form's and the composition's tensors."""
         with torch.no_grad():
-            dense, compose, names = {**self.dense_tensors(), **shared}, self.modification.compose, self.composition_names
+            dense, compose, names = (
+                {**self.dense_tensors(), **shared},
+                self.modification.compose,
+                self.composition_names,
+            )
             of_form = {n: t for n, t in dense.items() if n not in names}
             of_compose = {n: t for n, t in dense.items() if n in names}
             if self.form.is_own:

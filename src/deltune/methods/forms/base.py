@@ -74,7 +74,7 @@ class TensorSpec:
             saved tensors from it; a buffer that is not saved is drawn again from `seed`.
         shared: Which places share it: all in one "sublayer", all in one kind of attention ("group"), or all of the
             "term"; None where each place has its own.
-        seed: The seed from which `draw` makes a buffer that is not saved, in float32 on the CPU.
+        seed: The seed from which `draw` makes a buffer that is not saved, on the CPU; any dtype is cast.
         below: Of a buffer of whole numbers, such as positions, what all of them are below.
     """
 

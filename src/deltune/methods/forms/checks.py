@@ -107,7 +107,8 @@ def affine_difference(form: Form, tensors: Tensors, widths: Widths, at: Place | 
             weight, bias = (at.weight, at.bias) if at is not None and form.reads_weight else (torch.empty(0), None)
             place = WeightPlace(weight.to("cpu", dtype), None if bias is None else bias.to("cpu", dtype))
             u, product, shift = _sample(form, wide, widths, place)
-            output = place(u) if form.reads_weight and u.is_floating_point() else None
+            reads_output = form.reads_weight and u.is_floating_point() and u.shape[-1] == weight.shape[-1]
+            output = place(u) if reads_output else None
             delta = form(wide, u, dataclasses.replace(place, output=output))
         except DeltuneError as error:
             return str(error)
