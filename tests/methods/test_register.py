@@ -317,7 +317,7 @@ class Weighed(deltune.Composition):
 def test_tensors_of_a_composition() -> None:
     """One without a value is named, and what a mask leaves out stays as it was drawn."""
     model = build(FAMILIES["bert"], "base")
-    with pytest.raises(deltune.DeltuneError, match="Weighed.* leaves gain without initial values"):
+    with pytest.raises(deltune.DeltuneError, match=r"Weighed.* leaves gain without initial values"):
         deltune.attach(model, deltune.Modification("ffn", Linear(), compose=Weighed(True)))
     part = deltune.Modification("ffn", deltune.LowRank(2), compose=Weighed())
     stir(deltune.attach(model, deltune.apet(part, parameters=50)))
