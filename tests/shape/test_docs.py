@@ -88,6 +88,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not problems
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_is_closed(page: Path) -> None:
+    """A block that is left open takes the text after it, and its code is not run."""
+    marks = re.findall(r"^```(.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(marks) % 2 == 0 and all(marks[::2]) and not any(marks[1::2])
+
+
 def test_every_page_is_linked() -> None:
     """A reader of the sources can reach every page from the README."""
     reached, queue = set(), [ROOT / "README.md"]

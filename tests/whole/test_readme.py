@@ -252,7 +252,9 @@ def test_what_was_checked_of_methods(name: str) -> None:
 
 
 def test_the_short_table_of_methods() -> None:
-    """The README has some of the rows, with the same counts."""
+    """The README has some of the rows, with the same counts, and says how many more there are."""
     short, reference = rows("README.md"), rows(REFERENCE)
+    more = re.findall(r"\[(\d+) more\]\(\S+\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert more == [str(len(registry.REGISTRY) - len(short))]
     assert len(short) > 5
     assert {name: count for name, (_, count) in short.items()} == {name: reference[name][1] for name in short}

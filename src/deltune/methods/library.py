@@ -386,7 +386,7 @@ def prefix(
     shift_positions: bool = False,
     **where: Unpack[Where],
 ) -> Parts:
-    """Put l trained keys and values before those of every attention, softmax(q [P_k; K]ᵀ) [P_v; V] (UV eq. 5, 7).
+    """Prepend l trained keys and values in every attention, softmax(q [P_k; K]ᵀ) [P_v; V] (UV eq. 5, 7).
 
     Every query sees the prefix, also where the attention is causal or has a window.
 
