@@ -86,14 +86,6 @@ class TensorSpec:
     seed: int | None = None
     below: int | None = None
 
-    def __post_init__(self) -> None:
-        drawn = not (self.trained or self.saved)
-        if drawn != (self.seed is not None):
-            raise DeltuneError(
-                f"{self!r}: "
-                + ("a buffer that is not saved needs a seed" if drawn else "a seed is for trained=False, saved=False")
-            )
-
     @property
     def numel(self) -> int:
         """The number of its scalars."""
@@ -256,7 +248,7 @@ class Form(MethodPart):
     - `starts_at_zero` is False where Δh is not 0 at the start.
     - `affine` returns (A, b) where Δh = A u + b, so that the form can be merged into weights.
     - `incompatibility` says at which places the form cannot act, and `waste` where it trains more than it can use.
-    - `before_up`, in place of `__call__`, returns (v, U, e) where Δh = v Uᵀ + e.
+    - `split_at_up`, in place of `__call__`, returns (v, U, e) where Δh = v Uᵀ + e.
     - `statistic` names what the initial values need of data, which `initialize` finds in `at.statistic`.
     - `schedule` is a `deltune.Schedule` where training does more to the tensors than the steps of the optimizer.
     - `mask_factors` and `fill_untrained` serve masks (`apet`), `fold` a reparameterisation, and `draw` random buffers.
@@ -402,7 +394,7 @@ class Form(MethodPart):
         """
         return None
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp | None:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp | None:
         """Return (v, U, e) where Δh = v Uᵀ + e, so that the last product can be added to h as it is computed.
 
         Returns:
@@ -437,7 +429,7 @@ class Form(MethodPart):
         Returns:
             Δh (B, n, d_out).
         """
-        last = self.before_up(tensors, u, at)
+        last = self.split_at_up(tensors, u, at)
         assert last is not None
         return _up_projection(*last)
 
@@ -467,7 +459,7 @@ class Form(MethodPart):
         changed = self.changed(tensors, h) if u is h and scale == 1 else None
         if changed is not None:
             return changed.to(h.dtype) if out is None else out.copy_(changed)
-        last = self.before_up(tensors, u, at)
+        last = self.split_at_up(tensors, u, at)
         if last is None or last[2] is not None or h.dtype != last[0].dtype:
             delta = self(tensors, u, at) if last is None else _up_projection(*last)
             # Δh may be a view of u, which may be h: it is not overwritten while it is read
@@ -542,7 +534,7 @@ def check_form_class(kind: type[Form]) -> None:
         name
         for name in ("tensors", "initialize", *computes)
         if any(getattr(kind, name) is vars(base).get(name) for base in bases)
-        and not (name == "__call__" and kind.before_up is not Form.before_up)
+        and not (name == "__call__" and kind.split_at_up is not Form.split_at_up)
     ]
     if missing:
         lines = "".join(f"\n    {FORM_METHOD_EXAMPLES[name]}" for name in missing)
@@ -599,7 +591,7 @@ class FactorForm(Form):
         down, up = self.factors(tensors)
         return up @ down, None
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
         down, up = self.factors(tensors)
@@ -648,7 +640,7 @@ class Routed(Form):
         """
         return v
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
         down, up = self.experts(tensors)
@@ -693,7 +685,7 @@ class WeightForm(Form):
     def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         from torch.nn import functional as F
 
-        if (last := self.before_up(tensors, u, at)) is not None:
+        if (last := self.split_at_up(tensors, u, at)) is not None:
             return _up_projection(*last)
         change, shift = self.affine(tensors, at)
         assert change is not None
