@@ -58,9 +58,11 @@ def check_form(form: Form, place: Location) -> None:
 def _check_written(form: Form, specs: Specs) -> None:
     """Check that a form has the methods that its tensors need beside `initialize`, and its buffers the seeds."""
     for name, spec in specs.items():
-        drawn = not (spec.trained or spec.saved)
-        if drawn != (spec.seed is not None):
-            reason = "a buffer that is not saved needs a seed" if drawn else "a seed is for trained=False, saved=False"
+        needs_seed = not (spec.trained or spec.saved)
+        if needs_seed != (spec.seed is not None):
+            reason = (
+                "a buffer that is not saved needs a seed" if needs_seed else "a seed is for trained=False, saved=False"
+            )
             raise DeltuneError(f"{form!r}: {name} is {spec!r}: {reason}")
     drawn = [name for name, spec in specs.items() if spec.seed is not None]
     folded = [name for name, spec in specs.items() if spec.trained and not spec.saved]
