@@ -13,7 +13,7 @@ from pathlib import Path
 from deltune.cli.use import TICKETS
 from deltune.files import CACHE_VARIABLE, cache_folder, read_jsonl
 from deltune.studies.jobs.job import Job, run_job
-from deltune.studies.jobs.pool import JobResult, Scheduler, WorkerPool, execute_safely
+from deltune.studies.jobs.pool import Answer, Scheduler, WorkerPool, execute_safely
 from deltune.studies.jobs.store import ResultStore
 from deltune.train.config import RunConfig
 from deltune.train.progress import ProgressDisplay
@@ -35,17 +35,16 @@ class Watched(WorkerPool):
         self.tokenised: set[tuple[str, int]] = set()  # files of rows; one that is written again has another inode
 
     def submit(self, worker: int, job: Job) -> None:
-        self._jobs[worker] = job
+        self.jobs[worker] = job
 
-    def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
+    def poll(self, timeout: float) -> list[tuple[int, Answer]]:
         finished = []
-        for worker, job in enumerate(self._jobs):
-            if job is not None:
-                self._jobs[worker] = None
-                finished.append((worker, execute_safely(job, self.runs, self.parts[worker])))
-                cache = cache_folder()
-                assert cache is not None
-                self.tokenised |= {(file.name, file.stat().st_ino) for file in cache.glob("*.arrow")}
+        while self.jobs:
+            worker, job = self.jobs.popitem()
+            finished.append((worker, execute_safely(job, self.runs, self.parts[worker])))
+            cache = cache_folder()
+            assert cache is not None
+            self.tokenised |= {(file.name, file.stat().st_ino) for file in cache.glob("*.arrow")}
         return finished
 
     def close(self) -> None:

@@ -161,7 +161,9 @@ def why_not_on_hub(name: str, repo_type: str = "model") -> str:
     except RepositoryNotFoundError:
         return f"the hub has no such {repo_type} either (or it is private or gated: hf auth login)"
     except Exception as error:  # whatever the HTTP client raises: no network, a proxy's refusal, a time-out
-        offline = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else error_summary(error)
+        offline = (
+            "HF_HUB_OFFLINE is set, unset it to ask there" if constants.is_offline_mode() else error_summary(error)
+        )
         return f"the hub {constants.ENDPOINT} cannot be reached from here (offline: {offline})"
     return ""
 

@@ -36,6 +36,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **MOE, "d_kv": 8, "d_ff": 64, "num_layers": 1, "num_decoder_layers": 1, "num_sparse_encoder_layers": 1,
         "num_sparse_decoder_layers": 1,
     },
+    "xmod": {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64,
+        "max_position_embeddings": 32, "pad_token_id": 1, "languages": ["en_XX"], "default_language": "en_XX",
+    },
 }  # fmt: skip
 
 REFUSED = [
@@ -56,8 +60,9 @@ IN_ORDER = [
     ("nllb-moe", "lora(rank=2)"),
     ("switch_transformers", "layernorm"),
     ("switch_transformers", "lora(rank=2)"),
+    ("xmod", "lora(rank=2, at='*adapter_modules*dense1')"),
 ]
-"""Other modules of the same models."""
+"""Other modules of the same models, and adapters of X-MOD, which take the whole rows in their language."""
 
 
 def model_of(name: str) -> PreTrainedModel:

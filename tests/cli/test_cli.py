@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from typer.main import get_command
 
 import deltune as library
@@ -25,6 +25,7 @@ from deltune.cli.train import train_app
 from deltune.methods import registry
 from deltune.train import run_folder
 from deltune.train.config import PLACES, SECTIONS, RunConfig
+from deltune.train.inference import load_run
 from deltune.train.run_folder import RunFolder
 
 
@@ -353,6 +354,30 @@ def test_train_evaluate_predict_merge(deltune: Command, root: Path, tmp_path: Pa
     assert "test: no row of beast, tool, whose F1 counts as 0 in f1_macro" in scored.err
 
 
+def test_another_pooling_is_given_up_by_name(deltune: Command, tmp_path: Path) -> None:
+    """`export` and `merge` with --pooling model write what PEFT and transformers read: the head behind the pooler."""
+    peft, run = pytest.importorskip("peft"), tmp_path / "run"
+    spec = tiny.spec(tmp_path, method="lora(rank=2)", pooling="mean", steps=2, lr=0.1, max_length=8)
+    (tmp_path / "run.yaml").write_text(spec.yaml())
+    assert deltune("train", tmp_path / "run.yaml", "--output", run).code == 0
+    refused = deltune("export", run, "--output", tmp_path / "export")
+    assert refused.code == 2 and "--pooling model" in refused.err and not (tmp_path / "export").exists()
+    assert deltune("export", run, "--output", tmp_path / "export", "--pooling", "mean").code == 2
+    for name in ("export", "merge"):
+        written = deltune(name, run, "--output", tmp_path / name, "--pooling", "model")
+        assert written.code == 0 and "trained on the mean of the hidden states" in written.err
+    loaded = load_run(run)
+    model = loaded.model.eval()
+    batch = loaded.tokenizer(["the old hammer", "a plum is near the table"], padding=True, return_tensors="pt")
+    exported = peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "export", num_labels=3)
+    with torch.no_grad():
+        states = model.bert(**batch).last_hidden_state
+        expected = model.classifier(model.bert.pooler(states))
+        for other in (exported, AutoModelForSequenceClassification.from_pretrained(tmp_path / "merge")):
+            torch.testing.assert_close(other.eval()(**batch).logits, expected)
+        assert not torch.allclose(model(**batch).logits, expected, atol=1e-2)
+
+
 def test_sums_and_differences_of_folders(deltune: Command, tmp_path: Path) -> None:
     """What is merged is extracted again, and added; deltas of another base are refused and nothing is written."""
     base = tiny.model(tmp_path / "base", "gpt2")
@@ -644,6 +669,12 @@ def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None
     assert result.code == 2 and "a model without a trained head over labels" in result.err
     result = deltune("train", *options(root, output=root / "data"))
     assert result.code == 2 and "is not a RUN folder" in result.err
+    for command in (["evaluate"], ["predict", "--text", "a"], ["merge", "--output", tmp_path / "x"]):
+        result = deltune(*command, "owner/name")  # it may be meant as a hub id
+        assert result.code == 2 and "no such folder" in result.err
+        assert "hf download owner/name" in result.err and "deltune evaluate owner/name --data FILE" in result.err
+    result = deltune("evaluate", "owner/name", "--data", root / "data")
+    assert result.code == 2 and "no such file or folder here, and the hub" in result.err
 
 
 def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None:

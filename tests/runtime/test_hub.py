@@ -228,6 +228,24 @@ def test_a_trainer_pushes_the_delta_beside_what_from_pretrained_reads(
     assert hub.downloaded() == {"delta/delta.json", "delta/delta.safetensors"}
 
 
+def test_a_trainer_pushes_while_it_trains(
+    hub: stand_in.Hub, model: PreTrainedModel, base: PreTrainedModel, tmp_path: Path
+) -> None:
+    """Its copies of the last checkpoint are no model that the delta of the end could not stand beside."""
+    attached(model, "prefix(length=2)")
+    arguments = TrainingArguments(
+        str(tmp_path / "out"), hub_model_id="writer/pushed", push_to_hub=True, save_steps=1, max_steps=2, report_to=[],
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{name: tensor[0] for name, tensor in BATCH.items()} | {"labels": torch.tensor(0)}] * 4
+    trainer = Trainer(model, arguments, train_dataset=rows)
+    trainer.train()
+    with pytest.warns(UserWarning, match="holds the delta alone"):
+        trainer.push_to_hub()
+    deltune.load(loaded := copy.deepcopy(base), "writer/pushed")
+    assert torch.equal(logits(loaded), logits(model.eval()))
+
+
 def test_offline(
     hub: stand_in.Hub, model: PreTrainedModel, base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

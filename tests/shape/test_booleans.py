@@ -20,7 +20,7 @@ CALLED_BY_THE_LIBRARY = {"inner", "add_to", "affine"}
 """Methods of forms, which users write and do not call: `training` is the last argument of each, as of `__call__`."""
 MADE_BY_THE_LIBRARY = {
     "Widths", "Anatomy", "Attention", "Layer", "DeltaInfo", "MetricChoice", "Measurement", "Comparison", "Exact",
-    "SettingResult", "ComparisonResult", "Resolution", "PrintedFinding", "PlannedCell", "StudySetup",
+    "SettingResult", "ComparisonResult", "PrintedFinding", "PlannedCell", "StudySetup",
 }  # fmt: skip
 """Descriptions and results, which users read."""
 NEEDED: dict[str, tuple[Any, ...]] = {

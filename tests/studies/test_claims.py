@@ -172,7 +172,7 @@ def test_small_runs_do_not_test_what_is_said_of_far_larger_models(
     assert small.verdict == "not testable" and decided(form, outcomes, small=True).verdict == verdict
     assert (small.effect, small.interval, small.p) == (large.effect, large.interval, large.p)
     assert (beside.verdict, beside.interval) == (other.verdict, other.interval)
-    assert small.resolution is None
+    assert not small.resolution
     (row, _) = claim_rows([small, beside], [], small=True)
     assert (row.verdict, row.kind) == ("not testable here", "untestable") and row.why == "It is about T5-xxl."
     assert "It is about T5-xxl." not in claim_rows([large], [], small=False)[0].why
@@ -511,27 +511,26 @@ def test_settings_are_told_apart() -> None:
 def test_what_an_undecided_claim_would_have_taken() -> None:
     claim = Claim("", "", Within(B, A, 10.0))
     (finding,) = decide_claims([claim], METHODS, "accuracy")
-    resolution = finding.resolution
-    assert finding.verdict == "undecided" and resolution is not None
-    assert abs(finding.effect + 10) < resolution.smallest
-    assert resolution.text.endswith("points beyond −10 is decided in 80% of cases.")
+    assert finding.verdict == "undecided"
+    before, beyond = "With these seeds and test rows an effect of ", " points beyond −10 is decided in 80% of cases."
+    assert finding.resolution.startswith(before) and finding.resolution.endswith(beyond)
+    assert abs(finding.effect + 10) < float(finding.resolution.removeprefix(before).removesuffix(beyond))
     table = PrintedTable("table 1", tuple(seeds_alone({"cb": 5.0}, draw=0, seeds=1, noise=0.0)), "accuracy")
     printed = check_printed(claim, [table])
     assert printed.agrees and printed.deciding.effect == pytest.approx(-5.0)
     (against_paper,) = decide_claims([claim], METHODS, "accuracy", printed=[printed])
-    larger = against_paper.resolution
-    assert larger.excludes_printed and not resolution.excludes_printed, "the paper has −5, the interval is about −10"
-    assert larger.text.endswith("in 80% of cases. The interval excludes an effect as large as the paper's.")
-    assert larger.text.startswith(f"With these seeds and test rows an effect of {larger.smallest:.3g} points beyond")
+    excluded = " The interval excludes an effect as large as the paper's."
+    assert against_paper.resolution == finding.resolution + excluded, "the paper has −5, the interval is about −10"
     other_unit = replace(printed, deciding=replace(printed.deciding, unit="ranks"))
     (of_other_unit,) = decide_claims([claim], METHODS, "accuracy", printed=[other_unit])
-    assert of_other_unit.resolution.text == resolution.text
-    blocks = decide_claims([claim], [replace(o, examples={}) for o in METHODS], "accuracy", repetition="block")[0]
+    assert of_other_unit.resolution == finding.resolution
+    bare, equal = [replace(o, examples={}) for o in METHODS], Claim("", "", Beats(A, {"method": "full"}))
+    (blocks,) = decide_claims([equal], bare, "accuracy", repetition="block")
     assert blocks.settings == "2 settings × 3 blocks"
-    assert replace(larger, repetition="block", rows=False).text.startswith("With these blocks an effect of")
-    assert decided(Beats(A, B), METHODS).resolution is None
+    assert blocks.resolution.startswith("With these blocks an effect of")
+    assert not decided(Beats(A, B), METHODS).resolution
     same = [replace(o, scores={"accuracy": by_method(o.cell)}, examples={}) for o in METHODS]
-    assert decided(Beats(A, B), same).resolution is None, "nothing is known about the spread"
+    assert not decided(Beats(A, B), same).resolution, "nothing is known about the spread"
 
 
 def test_runs_at_chance_are_counted_beside_the_claim_that_they_are_compared_for() -> None:

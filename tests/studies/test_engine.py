@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import tiny
 from deltune.errors import DeltuneError, DivergedError, StorageError
 from deltune.files import explain_write_errors, write_error
 from deltune.studies.jobs.job import RUNNERS, Job, Outcome, Roots
-from deltune.studies.jobs.pool import JobResult, LocalPool, Scheduler, execute_safely
+from deltune.studies.jobs.pool import Answer, LocalPool, Scheduler, execute_safely
 from deltune.studies.jobs.store import JobRecord, ResultStore
 from deltune.studies.study import Sweep
 from deltune.train.progress import ProgressDisplay
@@ -45,7 +46,7 @@ class Here:
         self.at[worker] = job
         self.given.append(job.name)
 
-    def poll(self, timeout: float) -> list[tuple[int, JobResult]]:
+    def poll(self, timeout: float) -> list[tuple[int, Answer]]:
         answered = []
         for i, job in enumerate(self.at):
             if job is not None:
@@ -84,25 +85,6 @@ def drive(jobs: Sequence[Job], results: ResultStore, pool: Any = None, **options
 
 
 # -- the file
-
-
-def test_what_was_put_is_there_again(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.jsonl") as file:
-        assert file.get("a") is None
-        file.put(row("a"))
-        file.put(row("b", error="it broke"))
-    with ResultStore(tmp_path / "r.jsonl") as file:
-        assert file.get("a") == row("a") and [r.name for r in file.records()] == ["a", "b"]
-
-
-def test_a_corrupt_line_counts_as_not_there(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.jsonl") as file:
-        file.put(row("a"))
-        file.put(row("b"))
-    text = file.path.read_text()
-    file.path.write_text(text.replace('"value":1.0', '"value":9.0', 1))
-    with pytest.warns(UserWarning, match="line 1 of .* is corrupt"), ResultStore(file.path) as again:
-        assert again.get("a") is None and [r.name for r in again.records()] == ["b"]
 
 
 def test_no_space_left(tmp_path: Path) -> None:
@@ -195,25 +177,6 @@ def test_a_program_that_is_missing_fails_its_job_alone(tmp_path: Path, monkeypat
         assert len(drive(of(1), file).failed) == 1
         with pytest.raises(StorageError, match="two"):
             drive(of(1, 2), file)
-
-
-def test_a_finished_work_cannot_be_claimed(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.jsonl") as one, ResultStore(tmp_path / "r.jsonl") as two:
-        assert one.claim("a")
-        one.put(row("a"))
-        one.put(row("b", error="broke"))
-        assert not two.claim("a") and not two.claim("b") and two.claim("b", again=True)
-
-
-def test_a_job_that_is_being_done_shows_in_every_store(tmp_path: Path) -> None:
-    with ResultStore(tmp_path / "r.jsonl") as one, ResultStore(tmp_path / "r.jsonl", read_only=True) as two:
-        assert two.claimed_jobs() == set()
-        assert one.claim("a") and one.claim("b")
-        assert two.claimed_jobs() == {"a", "b"}
-        one.put(row("a"))
-        assert two.claimed_jobs() == {"b"}
-        one.release()
-        assert two.claimed_jobs() == set()
 
 
 @pytest.mark.parametrize("there", range(7))
@@ -378,7 +341,7 @@ def test_a_grid_written_and_read(root: Path, tmp_path: Path) -> None:
     from deltune.studies.study import read_sweep
 
     made = study(root, axes={"rate": {"low": {"lr": 1e-4}}})
-    (tmp_path / "study.yaml").write_text(made.yaml())
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(made.model_dump(mode="json"), sort_keys=False))
     again = read_sweep(tmp_path / "study.yaml")
     assert [p.job.name for p in again.cells()] == [p.job.name for p in made.cells()]
 
@@ -397,12 +360,6 @@ def test_equal_counts(root: Path) -> None:
         ({"budget": "1%", "align": "lora"}, "not both"),
         ({"model": ["x"]}, "Did you mean 'models'"),
         ({"seeds": ()}, "seeds"),
-        ({"name": "two\nlines"}, "is not a label"),
-        (
-            {"methods": {"\x1b[2J": "head"}, "tasks": {"\ud800": {"task": "cb"}}},
-            r"(?s)tasks: .*methods: .* not a label",
-        ),
-        ({"axes": {"rate": {"low\x00": {"lr": 1e-4}}}}, "axes rate: .* is not a label"),
     ],
 )
 def test_what_is_wrong_with_a_grid(changes: dict[str, Any], message: str, root: Path) -> None:

@@ -11,16 +11,7 @@ import torch
 import tiny
 from deltune.errors import DeltuneError
 from deltune.models import load_model
-from deltune.studies.jobs.job import (
-    Roots,
-    execute,
-    probe_job,
-    run_job,
-    term_change_job,
-    timing_job,
-    transfer_job,
-    untuned_job,
-)
+from deltune.studies.jobs.job import Job, Roots, execute, run_job, term_change_job, timing_job, transfer_job
 from deltune.studies.jobs.pool import job_progress
 from deltune.studies.jobs.timing import time_methods
 from deltune.train.data import loading as reading
@@ -74,11 +65,11 @@ def test_transfer(root: Path, tmp_path: Path) -> None:
     parts = ModelCache()
     execute(run_job(spec), tmp_path, parts)
     target = {"task": "rotten_tomatoes", "data_root": str(root), "relabel": unify}
-    result = execute(transfer_job(spec, target), tmp_path, parts)
+    result = execute(transfer_job(run_job(spec), target), tmp_path, parts)
     expected = evaluate(tmp_path / spec.name)["test"]
     assert result["scores"].keys() == expected.keys() and 0 <= result["scores"]["accuracy"] <= 1
-    assert transfer_job(spec, target).requires == (run_job(spec),)
-    same = execute(transfer_job(spec, {**target, "task": "sst2"}), tmp_path, parts)
+    assert transfer_job(run_job(spec), target).requires == (run_job(spec),)
+    same = execute(transfer_job(run_job(spec), {**target, "task": "sst2"}), tmp_path, parts)
     assert same["scores"] == pytest.approx(expected)
     with pytest.raises(DeltuneError, match="the run's labels are 0, 1"):
         evaluate(tmp_path / spec.name, other={**target, "relabel": {"negative": "no", "positive": "yes"}})
@@ -87,7 +78,7 @@ def test_transfer(root: Path, tmp_path: Path) -> None:
 def test_probe(root: Path, tmp_path: Path) -> None:
     """The floor of a study: a linear probe on the rows of a run, as `deltune probe` scores it, with nothing trained."""
     spec = tiny.spec(root, method="head", epochs=1)
-    job = probe_job(run_job(spec).spec)
+    job = Job("probe", {"run": run_job(spec).spec})
     assert execute(job, tmp_path, ModelCache())["scores"] == probe_model(spec).test
     assert not job.requires and not list(tmp_path.iterdir())
 
@@ -97,7 +88,7 @@ def test_untuned(root: Path, tmp_path: Path) -> None:
     words: dict[str, Any] = {"answer": "words", "words": "fruit=fig,tool=saw,beast=mole", "target_length": 4}
     words["model"] = str(tiny.model(root / "gpt2", "gpt2"))
     spec = tiny.spec(root, method="lora(rank=1)", lr=1e-12, steps=1, **words)
-    scores = execute(untuned_job(run_job(spec).spec), tmp_path, ModelCache())["scores"]
+    scores = execute(Job("untuned", {"run": run_job(spec).spec}), tmp_path, ModelCache())["scores"]
     assert not list(tmp_path.iterdir())
     assert scores == pytest.approx(execute(run_job(spec), tmp_path, ModelCache())["scores"], abs=1e-5)
 
@@ -106,7 +97,7 @@ def test_terms(root: Path, tmp_path: Path) -> None:
     """The mean absolute change of every gain and bias, computed straight from the tensors."""
     spec = tiny.spec(root, method="layernorm(layers='upper half')", epochs=2)
     execute(run_job(spec), tmp_path, ModelCache())
-    changes = execute(term_change_job(spec), tmp_path, ModelCache())["changes"]
+    changes = execute(term_change_job(run_job(spec)), tmp_path, ModelCache())["changes"]
     places = {(row["layer"], row["module"], row["term"]) for row in changes}
     assert places == {(1, module, term) for module in ("attention", "ffn") for term in ("gain", "bias")}
     from deltune import load
@@ -122,8 +113,8 @@ def test_terms(root: Path, tmp_path: Path) -> None:
 def test_a_run_whose_result_was_imported_is_trained_for_its_delta(root: Path, tmp_path: Path) -> None:
     spec = tiny.spec(root, method="layernorm", epochs=1)
     execute(run_job(spec), tmp_path / "trained", ModelCache())
-    trained = execute(term_change_job(spec), tmp_path / "trained", ModelCache())
-    imported = execute(term_change_job(spec), tmp_path / "imported", ModelCache())
+    trained = execute(term_change_job(run_job(spec)), tmp_path / "trained", ModelCache())
+    imported = execute(term_change_job(run_job(spec)), tmp_path / "imported", ModelCache())
     assert imported["changes"] == trained["changes"]
 
 

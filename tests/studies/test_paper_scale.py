@@ -36,7 +36,7 @@ from deltune.studies.papers.paper_scale import (
     training,
 )
 from deltune.studies.papers.registry import STUDIES
-from deltune.studies.scales import UNTRAINED_FLOORS, StudySetup
+from deltune.studies.scales import StudySetup
 from deltune.train.config import RunConfig
 from deltune.train.run_folder import RunFolder
 from deltune.train.setup import ModelCache
@@ -62,7 +62,7 @@ def methods() -> dict[str, list[str]]:
     """Every method of every study on each model; one of the masks that differ in their seeds alone."""
     methods_on: dict[str, set[str]] = {}
     for job in topological_order(job for name in STUDIES for job in STUDIES[name](StudySetup("paper")).jobs({})):
-        if job.kind in UNTRAINED_FLOORS:
+        if job.kind in ("untuned", "probe"):
             continue
         spec = job.spec.get("run", job.spec)
         methods = spec["methods"].values() if job.kind == "time" else [spec["method"]]
@@ -266,4 +266,4 @@ def test_one_job_of_each_study_trains_in_two_processes(shared: Path, tmp_path: P
     finished = [RunFolder(one["output"]) for one in several]
     assert all(run.metrics.best.step == 2 and run.environment["processes"] == 2 for run in finished)
     result = execute(jobs["ln/ablation"], tmp_path / "runs", ModelCache())
-    assert result["environment"]["processes"] == 2 and result["scores"]  # type: ignore[typeddict-item]
+    assert result["environment"]["processes"] == 2 and result["scores"]

@@ -62,6 +62,8 @@ def test_a_claim_is_of_one_store_and_ends_with_its_process(tmp_path: Path) -> No
         assert two.claim("a")
         two.put(row("a"))
         assert not one.claim("a") and one.claimed_jobs() == {"b"}
+        two.put(row("c", error="it broke"))
+        assert not one.claim("c") and one.claim("c", again=True)
     assert not list((tmp_path / "r.claims").iterdir())
 
 

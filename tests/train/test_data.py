@@ -470,7 +470,9 @@ def test_a_file_of_excel_where_a_comma_is_decimal(first: str, tmp_path: Path) ->
 
 
 def test_a_mark_in_a_quoted_name_separates_nothing(tmp_path: Path) -> None:
-    table = pandas.DataFrame({"text": ["a; b", "c"], "label": ["x", "y"], "score, of 0; 1|2": [1, 0]})
+    table = pandas.DataFrame(
+        {"of two\nlines": [0, 1], "text": ["a; b", "c"], "label": ["x", "y"], "score, of 0; 1|2": [1, 0]}
+    )
     for mark in ",;":
         table.to_csv(tmp_path / "train.csv", sep=mark, index=False)
         got = loading.load_data(str(tmp_path), {"text": "text", "label": "label"})

@@ -22,7 +22,16 @@ from deltune.errors import DeltuneError
 from deltune.models import tag_all_words
 from deltune.train import checkpoints
 from deltune.train.config import RunConfig
-from deltune.train.inference import evaluate, generate, load_run, predict, predict_rows, rescore
+from deltune.train.inference import (
+    evaluate,
+    evaluate_model,
+    generate,
+    load_run,
+    merge_run,
+    predict,
+    predict_rows,
+    rescore,
+)
 from deltune.train.prediction_inputs import inputs_from_file
 from deltune.train.report.advice import advice, read_finished
 from deltune.train.report.error_analysis import analyse
@@ -107,6 +116,36 @@ def _close(value: Any) -> Any:
     """Numbers to four digits, anything else as it is."""
     values = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
     return pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(values[0], float) else value
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "more"),
+    [
+        ("generation", "gpt2", {}),
+        ("generation", "t5", {}),
+        ("classification", "t5", {**WORDS, "words": "fruit=fig,tool=saw,beast=mole"}),
+    ],
+)
+def test_a_merged_model_is_asked_as_its_run_was(
+    kind: str, model: str, more: dict[str, Any], places: Path, tmp_path: Path
+) -> None:
+    """By the same template, words and lengths; so is the delta without its run. The scores and texts are the run's."""
+    template = "the {source} is" if kind == "generation" else "the {text} is"
+    options = {"model": str(places / model), "data": str(places / kind), "task": kind, "template": template, **more}
+    train(tiny.spec(places, method="lora(rank=2)", steps=2, max_length=6, target_length=2, **options), tmp_path / "run")
+    merged, data, splits = str(merge_run(tmp_path / "run", tmp_path / "merged")), str(places / kind), ["test"]
+    expected = evaluate(tmp_path / "run", splits=splits)["test"]
+    answer = more.get("answer", "head")
+    assert evaluate_model(merged, data, answer=answer, splits=splits)["test"] == pytest.approx(expected, rel=1e-4)
+    if kind == "generation":
+        assert evaluate(tmp_path / "run" / "delta", data, splits)["test"] == pytest.approx(expected, rel=1e-4)
+        prompts = ["my plum", "a very small and very old saw was near the table"]
+        assert generate(merged, prompts, 3) == generate(tmp_path / "run", prompts, 3)
+    facts = json.loads((tmp_path / "merged" / "trained.json").read_text())
+    for name in ("template", "words") if more else ("template",):
+        (tmp_path / "merged" / "trained.json").write_text(json.dumps({n: v for n, v in facts.items() if n != name}))
+        other = evaluate_model(merged, data, answer=answer, splits=splits)["test"]
+        assert other["loss"] != pytest.approx(expected["loss"], rel=1e-4), name
 
 
 @pytest.mark.parametrize(("kind", "model", "metric", "more"), RUNS)

@@ -116,7 +116,7 @@ def test_it_stands_beside_a_run(make: Any, options: dict[str, Any], metric: str,
 def test_a_sample_of_train_runs(
     make: Any, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 24 rows so many that they hold 8 rows, or 8 words, and of the other splits all."""
+    """Of 24 rows so many that they hold 8 rows, or 8 words, and of the other splits all; of pairs each text once."""
     monkeypatch.setattr(probe, "MOST_ROWS", 8)
     spec = tiny.spec(tmp_path, method="head", data=str(make(tmp_path / "own")), **options)
     ran: list[int] = []
@@ -125,7 +125,12 @@ def test_a_sample_of_train_runs(
         probe, "_last_states", lambda model, batch: ran.append(len(batch["input_ids"])) or last_states(model, batch)
     )
     probe.probe_model(spec)
-    assert sum(ran) == 2 * (8 + 24 + 24) if make is pairs else 24 + 24 < sum(ran) <= 24 + 24 + 8
+    held_out = [tiny.objects(tmp_path / "own" / f"{split}.jsonl") for split in ("validation", "test")]
+    if make is pairs:
+        texts = sum(len({row[name] for row in rows for name in "ab"}) for rows in held_out)
+        assert texts < 2 * (24 + 24) and texts < sum(ran) <= texts + 2 * 8
+    else:
+        assert 24 + 24 < sum(ran) <= 24 + 24 + 8
 
 
 def test_a_head_begins_from_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -118,10 +118,7 @@ class PartReader:
 
     def _layer_widths(self, path: str, group: Sequence[SubLayer]) -> tuple[int, int]:
         """Return the widths of the hidden states that a layer reads and returns, as `Layer` has them."""
-        read, returned = self.trace.arguments.get(path), self.trace.outputs.get(path)
-        if read is None or returned is None:
-            width = group[0].add.outputs[0].shape[-1]
-            return width, width
+        read, returned = self.trace.arguments[path], self.trace.outputs[path]
         if not features_are_last(self.trace, returned, group[-1].output):
             return 0, 0
         alike = read.shape[:-1] == returned.shape[:-1]  # a stage that joins tokens has no x for each of them

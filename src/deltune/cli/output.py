@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, TextIO
+from typing import Annotated, Literal, TextIO
 
 import typer
 from rich.console import Console
@@ -20,6 +20,12 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, fol
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta, or of PEFT.")]
 BaseModelOption = Annotated[
     str | None, typer.Option("--model", help="The base model: hub id, folder or minilm [as the folder names it].")
+]
+PoolingOption = Annotated[
+    Literal["model"] | None,
+    typer.Option(
+        help="What a head reads: mean, first or last hidden state, or model, the class's pooler [as trained, or model]."
+    ),
 ]
 LabelsOption = Annotated[str | None, typer.Option(help="Names of the labels, in the order of their ids: a,b,c.")]
 ColumnsOption = Annotated[str | None, typer.Option(help="Which column is what: text=a,label=b.")]

@@ -94,16 +94,6 @@ def _rows(store: Path) -> dict[str, JobRecord]:
         return {row.name: row for row in results.records()}
 
 
-def _claimed_jobs(store: Path) -> set[str]:
-    """Return the names of the jobs that processes are doing now; none for a folder of exported results."""
-    from ..studies.jobs.store import ResultStore
-
-    if user_path(store, "--store").is_dir():
-        return set()
-    with ResultStore(store, read_only=True) as results:
-        return results.claimed_jobs()
-
-
 @app.command("list")
 def listed(as_json: Json = False) -> None:
     """List the studies, and what each of them asks."""
@@ -462,10 +452,12 @@ def status(
     """Show how far studies are: what is done, what has begun, what is waiting, what failed and why."""
     from ..studies.jobs.job import topological_order
     from ..studies.jobs.pool import job_progress
-    from ..studies.jobs.store import folder_of_runs
+    from ..studies.jobs.store import ResultStore, folder_of_runs
 
     requested = load_studies(names, scale, data_root, model_root, only)
-    rows, runs, claimed = _rows(store), folder_of_runs(store), _claimed_jobs(store)
+    rows, runs, claimed = _rows(store), folder_of_runs(store), set[str]()
+    if not store.is_dir():
+        claimed = ResultStore(store, read_only=True).claimed_jobs()
     facts: dict[str, dict[str, Any]] = {}
     labels: dict[str, str] = {}
     for study in requested:

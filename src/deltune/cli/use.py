@@ -19,6 +19,7 @@ from .output import (
     LabelsOption,
     MaxTokens,
     Output,
+    PoolingOption,
     Quiet,
     RunArgument,
     Seed,
@@ -291,6 +292,7 @@ def merge(
     dequantize: Annotated[
         bool, typer.Option(help="Write a quantised model in floating point, so that nothing is rounded.")
     ] = False,
+    pooling: PoolingOption = None,
     base: BaseModelOption = None,
     labels: LabelsOption = None,
     quiet: Quiet = False,
@@ -304,7 +306,9 @@ def merge(
     with log_to_stderr(quiet):
         from ..train import inference
 
-        target = inference.merge_run(run, output, dequantize=dequantize, base=base, labels=listed(labels))
+        target = inference.merge_run(
+            run, output, dequantize=dequantize, base=base, labels=listed(labels), pooling=pooling
+        )
     kind = "sentence-transformers" if (target / "modules.json").is_file() else "transformers"
     facts = {"output": str(target), "for": kind}
     console.print_json(data=facts) if as_json else console.print(f"merged into {target}, which {kind} reads")
@@ -314,6 +318,7 @@ def export(
     run: RunArgument,
     output: Output,
     format: Annotated[str, typer.Option(help="peft, adapterhub, vllm or llama.cpp.")] = "peft",
+    pooling: PoolingOption = None,
     base: BaseModelOption = None,
     quiet: Quiet = False,
     imports: Imports = None,
@@ -323,7 +328,7 @@ def export(
     with log_to_stderr(quiet):
         from ..train import inference
 
-        target = inference.export_run(run, output, format, base)
+        target = inference.export_run(run, output, format, base, pooling)
     console.print_json(data={"output": str(target)}) if as_json else console.print(
         f"written for {format} into {target}"
     )

@@ -78,7 +78,7 @@ from .handle import Tuned
 from .model_state import refuse_inference_tensors, refuse_shared_modules
 from .modules import Delta, Edit, HeadLabels, parameter_key
 from .offloading import check_offloading, follow_offloading
-from .pooling import check_pooling
+from .pooling import check_pooling, gives_up_pooling
 from .sharding import ADDED_LATE, BEFORE_SHARDING, refuse_sharded, write_once
 from .statistics import check_data, collect_statistics
 
@@ -605,7 +605,14 @@ def _read_foreign_delta(attached: Attached, where: Path, allow_nonfinite: bool) 
 
 
 @explain_arguments
-def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", name: str | None = None) -> Path:
+def export(
+    model: PreTrainedModel,
+    folder: str | Path,
+    format: str = "peft",
+    name: str | None = None,
+    *,
+    pooling: Literal["model"] | None = None,
+) -> Path:
     """Write a delta in the format of another library, completely or not at all.
 
     Args:
@@ -615,6 +622,8 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
             "vllm", a folder of PEFT that vLLM serves, and "llama.cpp", one that its script convert_lora_to_gguf.py
             converts: both for LoRA on a causal language model.
         name: The delta's name. Default: the delta in use.
+        pooling: "model" has a head that was trained on another pooling read the class's pooler, which gives other
+            outputs. Default: such a delta is refused.
 
     Returns:
         The folder.
@@ -632,11 +641,11 @@ def export(model: PreTrainedModel, folder: str | Path, format: str = "peft", nam
     attached = tuned(model).attached
     if format not in FORMATS:
         raise DeltuneError(unknown_name("format", format, FORMATS))
-    if (pooling := attached.delta(name).pooling) != "model":
+    if not gives_up_pooling(pooling) and (trained := attached.delta(name).pooling) != "model":
         raise DeltuneError(
-            f"this delta's head reads {pooling!r} of the hidden states, and {format} has adapters of the model's class "
-            "alone, whose head reads its pooler: train with --pooling model (attach(…, pooling='model')), or write the "
-            "whole model for sentence-transformers, deltune merge RUN --output DIR"
+            f"this delta's head reads {trained!r} of the hidden states, and {format} has adapters of the model's class "
+            "alone, whose head reads its pooler: --pooling model (pooling='model') writes it so, which gives other "
+            "outputs; deltune merge RUN --output DIR writes the whole model for sentence-transformers"
         )
     with attached.whole():
         options, tensors = _exported(attached, format, name)

@@ -519,7 +519,7 @@ class Attached:
     ) -> tuple[PreTrainedModel, str]:
         """Fold deltas into the weights and detach everything; return the model and a warning of rounding, or "".
 
-        A pooling that the model's class does not have gets lost; with `pooled` the caller keeps it.
+        A pooling that the model's class does not have gets lost, which `pooled` allows.
         """
         with self.exclusive("merge"):
             self.passes.refuse_in_other_scopes("merge", self.names, any_scope=True)
@@ -545,8 +545,8 @@ class Attached:
             raise DeltuneError(
                 f"this delta's head reads {of_head.pooling!r} of the hidden states, and "
                 f"{type(self.model).__name__} computes something else, so it cannot be merged into it: "
-                "`deltune merge RUN --output DIR` writes a "
-                "folder of sentence-transformers; or train with --pooling model (attach(…, pooling='model'))"
+                "`deltune merge RUN --output DIR` writes a folder of sentence-transformers, which has it; --pooling "
+                "model (pooling='model') gives it up: the head then reads the class's pooler, with other outputs"
             )
         with self.whole():
             merge = merging.plan_merge(self, list(some.values()), some.get(head or ""), dequantize)

@@ -100,12 +100,16 @@ class BaseFacts(_Part):
 class TrainedFacts(_Part):
     """The inputs on which a run trained the delta: their greatest length in tokens, and their columns by role.
 
-    Of conversations also the chat template, and the tokens that end an answer; of several tasks their names, in the
-    order of their numbers.
+    Of inputs that are answered in words also the template that they fill, the words of labels, and the greatest length
+    of an answer in tokens; of conversations the chat template, and the tokens that end an answer; of several tasks
+    their names, in the order of their numbers.
     """
 
     max_length: Annotated[int, Field(ge=1, lt=1 << 48)] | None = None
     columns: dict[Text, Text] | None = None
+    template: Annotated[str, Field(max_length=1 << 20)] | None = None
+    words: dict[Text, Text] | None = None
+    target_length: Annotated[int, Field(ge=1, lt=1 << 48)] | None = None
     chat_template: Annotated[str, Field(max_length=1 << 20)] | None = None
     end_tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 48)]], Field(max_length=64)] | None = None
     tasks: Annotated[list[Text], Field(max_length=1 << 16)] | None = None
@@ -114,6 +118,17 @@ class TrainedFacts(_Part):
     def takes_pairs(self) -> bool | None:
         """True for pairs of texts, False for single texts; None where the inputs are others, or not known."""
         return "pair" in self.columns if self.columns and "text" in self.columns else None
+
+    @property
+    def generates(self) -> bool:
+        """True where texts were learned from texts, which are no conversations."""
+        return "source" in (self.columns or {})
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a run that these facts stand for, beside its columns."""
+        names = ("max_length", "target_length", "template")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class DeltaMetadata(_Part):

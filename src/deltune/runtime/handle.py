@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from .model_methods import plain_copy
 from .modules import Delta, up_projections
 from .offloading import follow_offloading
 from .pass_manager import Scope, condition
+from .pooling import gives_up_pooling
 from .row_assignment import Names, Use, each_name
 from .sharding import refuse_sharded, reshard, write_once
 
@@ -427,7 +428,12 @@ class Tuned(nn.Module):
 
     @explain_arguments
     def merge(
-        self, name: str | Sequence[str] | None = None, *, head_of: str | None = None, dequantize: bool = False
+        self,
+        name: str | Sequence[str] | None = None,
+        *,
+        head_of: str | None = None,
+        dequantize: bool = False,
+        pooling: Literal["model"] | None = None,
     ) -> PreTrainedModel:
         """Fold a delta, or several, into the weights and detach everything, all other deltas included.
 
@@ -437,6 +443,8 @@ class Tuned(nn.Module):
             name: The delta's name, or a list of names whose deltas act together as in `use`. Default: what is in use.
             head_of: Of several, the delta whose head is kept.
             dequantize: Put plain linears in floating point in place of all quantised ones, so that nothing is rounded.
+            pooling: "model" has a head that was trained on another pooling read the class's pooler, which gives other
+                outputs. Default: such a delta is refused.
 
         Returns:
             The model, which gives the tuned outputs without deltune.
@@ -446,7 +454,7 @@ class Tuned(nn.Module):
                 message names it. Or no delta has this name or none is in use, a weight cannot be quantised again,
                 weights are offloaded, or another thread or task is inside `rows()` or `disable()`. Nothing is changed.
         """
-        model, warning = self.attached.merge(name, head_of, dequantize)
+        model, warning = self.attached.merge(name, head_of, dequantize, gives_up_pooling(pooling))
         if warning:
             warnings.warn(warning, stacklevel=3)
         return model

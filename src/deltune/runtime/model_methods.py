@@ -181,7 +181,7 @@ class SavePretrained(ModelMethod):
         advice = "tuned.save(folder) writes the delta, tuned.push_to_hub the same to the hub"
         if self.path or push_to_hub:
             raise DeltuneError(f"save_pretrained cannot write what is in use: {advice}. {error}") from error
-        if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
+        if (folder / "config.json").exists():
             raise DeltuneError(
                 f"{folder} holds a model, which from_pretrained would read without the delta: give another folder "
                 f"({advice}). {error}"

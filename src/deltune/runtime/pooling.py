@@ -19,7 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from ..anatomy.inspection import inspect
 from ..anatomy.skeleton import structural_copy
 from ..anatomy.types import Anatomy, is_inside
-from ..errors import DeltuneError, unknown_name
+from ..errors import DeltuneError, excerpt, unknown_name
 from ..files import write_json
 from ..models import POOLING_SWITCHES, POOLINGS, SENTENCE_POOLINGS, Pooling, fresh_tensors, sentence_modules
 from .pass_manager import ModuleHook, PassManager
@@ -61,6 +61,16 @@ def check_pooling(model: PreTrainedModel, anatomy: Anatomy, pooling: str) -> Non
             f"pooling={pooling!r} replaces the pooler that a head reads, and {anatomy.model} has none: "
             "leave pooling out"
         )
+
+
+def gives_up_pooling(pooling: str | None) -> bool:
+    """Return whether a head is to read its class's pooler from now on, whatever it was trained on."""
+    if pooling not in (None, "model"):
+        raise DeltuneError(
+            f"pooling={excerpt(pooling)}: what is merged or exported has the pooling that was trained, or "
+            "pooling='model', the class's own pooler"
+        )
+    return pooling is not None
 
 
 def choose_pooling(model: PreTrainedModel, name: str, requested: Pooling | None) -> tuple[Pooling, str]:

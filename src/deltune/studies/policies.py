@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import check_booleans, check_extra
 from .claims.selectors import FLOOR
 from .scales import LADDER, START
-from .study import CellPlan, PlannedCell, Records, job_outcomes
+from .study import CellPlan, PlannedCell, Records, job_outcome
 
 RunKey = tuple[str, str]
 """A run of a grid: the labels of its method and its rate."""
@@ -218,10 +218,10 @@ def replayed(runs: CellPlan, default_rate: float, methods: Sequence[str], *, wai
 
 def _curve(planned: PlannedCell, records: Records) -> list[tuple[int, float]] | None:
     """Return the validations of a run; None if it has not ended."""
-    record = None if planned.job is None else records.get(planned.job.name)
+    record = planned.record(records)
     if record is None:
         return None
-    (outcome,) = job_outcomes(planned, record)
+    outcome = job_outcome(planned, record)
     if outcome.error is not None:
         return [(1, -math.inf)]
     name = f"eval_{outcome.extra['best']['metric']}"

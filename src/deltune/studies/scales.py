@@ -14,9 +14,8 @@ from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
 from .claims.selectors import EDGE, FLOOR
-from .jobs.job import Cell, JobMaker, Roots, probe_job, run_job, untuned_job
-from .jobs.store import JobRecord
-from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Sweep, labels_without_seed, plan_sweep
+from .jobs.job import Cell, Job, JobMaker, Roots, run_job
+from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, plan_runs, planned_runs
 
 Values = Mapping[str, Any]
 """Fields of a run's spec."""
@@ -115,23 +114,17 @@ def _beyond(tried: range, best: int, end: int) -> range:
     return range(tried.start, tried.stop + (best == tried.stop - 1 and tried.stop < end))
 
 
-def rates_to_try(usual: float) -> list[float]:
-    """Return the learning rates within reach of a method's usual one, ascending."""
-    place, (down, up) = LADDER.index(usual), REACH
-    return list(LADDER[place + down : place + up + 1])
-
-
 @check_booleans
 def choose_rates(
     plans: Sequence[CellPlan], start: Sequence[int] = (), judges: int = 2, *, waits: bool = True
 ) -> CellPlan:
-    """Return the cells of several plans that differ in the learning rate alone, each cell with the best rate.
+    """Return the cells of one method on one model and task, a cell for each seed, with the best rate.
 
-    There is a plan for each rate, ascending; their cells are the same, in the same order. The rates at the places in
-    `start` (default: all) are tried under the first seed. The two that validate best are tried under further seeds,
-    `judges` in all, and the best in the mean is taken. While the best under the first seed, or the one that is taken,
-    is the lowest or the highest that was tried, the next one is tried too. A run that diverged is worse than any
-    other; of equally good rates the first of `start` is taken.
+    There is a plan for each rate, ascending. The rates at the places in `start` (default: all) are tried under the
+    first seed. The two that validate best are tried under further seeds, `judges` in all, and the best in the mean is
+    taken. While the best under the first seed, or the one that is taken, is the lowest or the highest that was tried,
+    the next one is tried too. A run that diverged is worse than any other; of equally good rates the first of `start`
+    is taken.
 
     The cells have no job until all of these runs have ended. Unless it `waits`, a cell has the best rate of those that
     have ended, as long as they are at least those of `start`. The cell's extra says under `EDGE` whether the rate is at
@@ -143,41 +136,21 @@ def choose_rates(
     order = (*first, *(place for place in range(len(plans)) if place not in first))
 
     def plan_cells(records: Records) -> list[PlannedCell]:
-        @cache
-        def at(place: int) -> Sequence[PlannedCell]:
-            return plans[place](records)
-
-        def of_seed(i: int) -> Choice:
-            return lambda place: at(place)[i]
-
-        seeds: dict[tuple[object, ...], list[Choice]] = {}
-        for i, one in enumerate(at(first[0])):
-            seeds.setdefault(labels_without_seed(one.cell), []).append(of_seed(i))
-        chosen = {
-            labels: _choose(choices[:judges], records, order, range(min(first), max(first) + 1), waits)
-            for labels, choices in seeds.items()
-        }
-        return [chosen[labels_without_seed(one.cell)].of(of_seed(i), first[0]) for i, one in enumerate(at(first[0]))]
+        at = cache(lambda place: plans[place](records))
+        choices = [partial(lambda i, place: at(place)[i], i) for i in range(len(at(first[0])))]
+        chosen = _choose(choices[:judges], records, order, range(min(first), max(first) + 1), waits)
+        return [chosen.of(choice, first[0]) for choice in choices]
 
     return plan_cells
 
 
-def grid_of_rates(plans: Sequence[CellPlan], start: range, rates: Sequence[float]) -> CellPlan:
-    """Return the cells of several plans, as for `choose_rates`, with every rate as a label.
-
-    Rates beyond the first ones are cells where the first seed's best rate was at an edge.
-    """
+def grid_of_rates(plans: Sequence[CellPlan], start: range) -> CellPlan:
+    """Return the cells at every rate that is tried; further ones where the best is at an edge, as in `choose_rates`."""
 
     def plan_cells(records: Records) -> list[PlannedCell]:
-        seeds: dict[tuple[object, ...], list[tuple[PlannedCell, ...]]] = {}
-        for choice in zip(*(plan(records) for plan in plans), strict=True):
-            seeds.setdefault(labels_without_seed(choice[0].cell), []).append(choice)
-        return [
-            replace(choice[place], cell={**choice[place].cell, "rate": f"{rates[place]:g}"})
-            for of_seeds in seeds.values()
-            for place in widened(start, len(plans), partial(_quality, of_seeds[0].__getitem__, records))
-            for choice in of_seeds
-        ]
+        at = cache(lambda place: plans[place](records))
+        tried = widened(start, len(plans), partial(_quality, lambda place: at(place)[0], records))
+        return [planned for place in tried for planned in at(place)]
 
     return plan_cells
 
@@ -188,8 +161,7 @@ Choice = Callable[[int], PlannedCell]
 
 def _quality(choice: Choice, records: Records, place: int) -> float | None:
     """Return how well a rate validated; −∞ if its run failed, None if it has not ended."""
-    job = choice(place).job
-    record = None if job is None else records.get(job.name)
+    record = choice(place).record(records)
     if record is None:
         return None
     return float("-inf") if record.result is None else Best(**record.result["best"]).quality
@@ -245,28 +217,21 @@ def _best_of(of_seeds: Sequence[Choice], records: Records, order: Sequence[int],
     tries: list[PlannedCell] = []
     totals = [0.0] * len(order)
     for choice in of_seeds:
-        runs = {place: replace(one, cell={**one.cell, "try": order.index(place) + 1}) for place, one in
-                ((place, choice(place)) for place in left)}  # fmt: skip
-        tries += runs.values()
-        quality = {place: _quality(choice, records, place) for place in left}
-        if None in quality.values():
+        runs = [choice(place) for place in left]
+        tries += [replace(run, cell={**run.cell, "try": order.index(i) + 1}) for i, run in zip(left, runs, strict=True)]
+        ended = [record for run in runs if (record := run.record(records)) is not None]
+        if len(ended) < len(left):
             return ChosenRate(tuple(tries))
-        failed = [record for planned in runs.values() if (record := _record(planned, records)).result is None]
+        failed = [record for record in ended if record.result is None]
         if broken := [record.error for record in failed if record.error_kind != "diverged"]:
             return ChosenRate(tuple(tries), why=f"a run that tries a learning rate failed: {broken[0]}", lost=True)
         for place in left:
-            totals[place] += quality[place] or 0.0
+            totals[place] += _quality(choice, records, place) or 0.0
         if max(totals[place] for place in left) == float("-inf"):
             why = f"training diverged at every learning rate: {failed[0].error}"
             return ChosenRate(tuple(tries), why=why, lost=True)
         left = finalists(totals, left)
     return ChosenRate(tuple(tries), left[0])
-
-
-def _record(planned: PlannedCell, records: Records) -> JobRecord:
-    """Return the record of a cell whose job has ended."""
-    assert planned.job is not None
-    return records[planned.job.name]
 
 
 @dataclass(frozen=True)
@@ -331,11 +296,8 @@ class StudySetup:
         """
         if not self.small:
             return [{}]
-        return [{"lr": rate} for rate in rates_to_try(small_scale_rate(method))]
-
-    def rate(self, method: str | Method) -> Values:
-        """Return a method's usual learning rate as a field of a spec; no field at paper scale."""
-        return {"lr": small_scale_rate(method)} if self.small else {}
+        place, (down, up) = LADDER.index(small_scale_rate(method)), REACH
+        return [{"lr": rate} for rate in LADDER[place + down : place + up + 1]]
 
     def check(self, models: Iterable[str], tasks: Iterable[str]) -> None:
         """Check that models and tasks are present at small scale."""
@@ -384,20 +346,9 @@ class Variant:
     values: Values
 
 
-def method_variants(methods: Mapping[str, str], axis: str = "method", **labels: Any) -> list[Variant]:
+def method_variants(methods: Mapping[str, str], **labels: Any) -> list[Variant]:
     """Return a variant for each method."""
-    return [Variant({axis: label, **labels}, {"method": method}) for label, method in methods.items()]
-
-
-UNTRAINED_FLOORS = {"untuned": untuned_job, "probe": probe_job}
-"""Floor -> the job that scores it without any training."""
-
-
-def _floor_variants(methods: Iterable[Any], *, written: bool) -> list[Variant]:
-    """Return the floors of a task and full tuning, without what is one of the study's methods already."""
-    names = [name for name in ("full", *(() if written else ("head",))) if name not in methods]
-    untuned = [Variant({FLOOR: "untuned"}, {"method": "head"})] if written else []
-    return [Variant({FLOOR: name}, {"method": name}) for name in names] + untuned
+    return [Variant({"method": label, **labels}, {"method": method}) for label, method in methods.items()]
 
 
 def _without_training(floor: str, plan: CellPlan, roots: Roots) -> CellPlan:
@@ -408,14 +359,14 @@ def _without_training(floor: str, plan: CellPlan, roots: Roots) -> CellPlan:
         job = (*first.tries, first)[0].job
         assert job is not None
         spec = {name: value for name, value in job.spec.items() if name != "lr"}
-        return [PlannedCell({**first.cell, FLOOR: floor}, UNTRAINED_FLOORS[floor](spec, roots))]
+        return [PlannedCell({**first.cell, FLOOR: floor}, Job(floor, {"run": spec}, roots=roots))]
 
     return plan_cells
 
 
-def _pooling(model: str, tasks: Sequence[str]) -> Values:
+def _pooling(model: str, task: str) -> Values:
     """Return the pooling of runs on a model as a field of a spec; none where it is the class's own."""
-    has_own = model != BUNDLED_MODEL or any(TASKS[task].kind != "classification" for task in tasks)
+    has_own = model != BUNDLED_MODEL or TASKS[task].kind != "classification"
     return {} if has_own else {"pooling": "mean"}
 
 
@@ -432,7 +383,6 @@ def cross_product(
     labels: Cell | None = None,
     by_task: Mapping[str, Values] | None = None,
     *,
-    search_rates: bool = True,
     ladder: Literal["steps", "choose", "grid"] = "steps",
     floors: bool = True,
     make_job: JobMaker = run_job,
@@ -440,80 +390,63 @@ def cross_product(
     """Return the cells of models × tasks × variants × seeds, and beside them `floors` and full tuning of each task.
 
     Small scale tries several learning rates for each model, task and variant, unless `options` have one. `options` win
-    over the scale's, and `by_task` over both; `labels` are labels of every cell on further axes. Without
-    `search_rates` each variant has its usual rate. A search begins at FIRST_RATES around each method's usual rate, or
-    at START to "choose" a rate by all seeds or for a "grid" with each rate as a label; whatever the method, it goes on
-    while the best rate is at an edge. The floors are runs whatever job `make_job` makes of the cells.
+    over the scale's, and `by_task` over both; `labels` are labels of every cell on further axes. A search begins at
+    FIRST_RATES around each method's usual rate, or at START to "choose" a rate by all seeds or for a "grid" with each
+    rate as a label; whatever the method, it goes on while the best rate is at an edge. The floors are runs whatever job
+    `make_job` makes of the cells.
     """
     setup.check(models.values(), tasks)
     seeds = seeds or (SMALL_SEEDS if setup.small else SEEDS)
     options = {**(SMALL_OPTIONS if setup.small else {}), **(options or {})}
-    rates: list[list[Values]] = [
-        [{"lr": rate} for rate in LADDER]
-        if ladder != "steps"
-        else [{}]
-        if "lr" in {**options, **variant.values}
-        else (setup.rates(variant.values["method"]) if search_rates else [setup.rate(variant.values["method"])])
-        for variant in variants
-    ]
 
-    def lazily(pairs: Sequence[tuple[Values, Variant]]) -> CellPlan:
-        """Return the cells of a sweep that is made when they are first asked for: most rates are never tried."""
+    def of_rate(label: str, task: str, variant: Variant, rate: Values, make: JobMaker) -> CellPlan:
+        """Return the cells of all seeds, made when first asked for: most rates are never tried."""
+        shown = {"rate": f"{rate['lr']:g}"} if ladder == "grid" else {}
+        cell = {**(labels or {}), "model": label, "task": task, **shown, **variant.labels}
+        layers = [
+            options, {"model": models[label], **_pooling(models[label], task)}, setup.task(task),
+            (by_task or {}).get(task, {}), rate, variant.values,
+        ]  # fmt: skip
 
         @cache
         def plan() -> CellPlan:
-            sweep = Sweep(
-                name=name,
-                models={label: {"model": model, **_pooling(model, tasks)} for label, model in models.items()},
-                tasks={task: {**setup.task(task), **(by_task or {}).get(task, {})} for task in tasks},
-                methods={str(i): {**rate, **variant.values} for i, (rate, variant) in enumerate(pairs)},
-                seeds=seeds,
-                options=options,
-            )
-            return plan_sweep(sweep, roots=setup.roots, make_job=make_job)
+            rows = [({**cell, "seed": seed}, layers) for seed in seeds]
+            return plan_runs(planned_runs(name, rows, setup.roots, make))
 
         return lambda records: plan()(records)
 
-    plans = [lazily(tuple(zip(tried, variants, strict=True))) for tried in zip(*rates, strict=True)]
-    if ladder == "grid":
-        plan_cells = grid_of_rates(plans, START, LADDER)
-    elif ladder == "choose":
-        plan_cells = choose_rates(plans, START, len(seeds), waits=setup.runs)
-    else:
-        plan_cells = choose_rates(plans, FIRST_RATES if len(plans) > 1 else (), waits=setup.runs)
+    def of_variant(label: str, task: str, variant: Variant, make: JobMaker = run_job) -> CellPlan:
+        if ladder == "steps":
+            has_rate = "lr" in {**options, **variant.values}
+            rates = [{}] if has_rate else setup.rates(variant.values["method"])
+        else:
+            rates = [{"lr": rate} for rate in LADDER]
+        plans = [of_rate(label, task, variant, rate, make) for rate in rates]
+        if ladder == "grid":
+            return grid_of_rates(plans, START)
+        if ladder == "choose":
+            return choose_rates(plans, START, len(seeds), waits=setup.runs)
+        return choose_rates(plans, FIRST_RATES, waits=setup.runs)
 
-    def relabel(cell: Cell) -> Cell:
-        """Replace the sweep's number of a variant by the variant's labels."""
-        others = {axis: label for axis, label in cell.items() if axis not in ("method", "seed")}
-        return {**(labels or {}), **others, **variants[int(cell["method"])].labels, "seed": cell["seed"]}
-
-    def plan_relabelled(records: Records) -> list[PlannedCell]:
-        cells = [
-            replace(
-                planned,
-                cell=relabel(planned.cell),
-                tries=tuple(replace(one, cell=relabel(one.cell)) for one in planned.tries),
-            )
-            for planned in plan_cells(records)
-        ]
-        return [planned for planned in cells if not exclude(planned.cell)]
-
+    plans = [
+        of_variant(label, task, variant, make_job)
+        for label, task, variant in itertools.product(models, tasks, variants)
+        if not exclude({"model": label, "task": task, **variant.labels})
+    ]
     if not floors or ladder != "steps" or "lr" in options:
-        return plan_relabelled
-    plans = [plan_relabelled]
+        return join_plans(*plans)
     methods = [variant.values["method"] for variant in variants]
-    for (label, model), task in itertools.product(models.items(), tasks):
-        kind = TASKS[task].kind
-        written = kind == "generation" or (by_task or {}).get(task, {}).get("answer") == "words"
-        for variant in _floor_variants(methods, written=written):
-            of_floor = cross_product(
-                setup, name, {label: model}, [task], [variant], options, seeds,
-                labels=labels, by_task=by_task, floors=False,
-            )  # fmt: skip
-            floor = variant.labels[FLOOR]
-            plans.append(of_floor if floor != "untuned" else _without_training("untuned", of_floor, setup.roots))
-            if floor == "head" and kind in ("classification", "tagging"):
-                plans.append(_without_training("probe", of_floor, setup.roots))
+    full, head = (Variant({FLOOR: name}, {"method": name}) for name in ("full", "head"))
+    for label, task in itertools.product(models, tasks):
+        kind, of_head = TASKS[task].kind, of_variant(label, task, head)
+        if "full" not in methods:
+            plans.append(of_variant(label, task, full))
+        if kind == "generation" or (by_task or {}).get(task, {}).get("answer") == "words":
+            plans.append(_without_training("untuned", of_head, setup.roots))
+        elif "head" not in methods:
+            plans.append(of_head)
+            if kind in ("classification", "tagging"):
+                plans.append(_without_training("probe", of_head, setup.roots))
     return join_plans(*plans)
 
 

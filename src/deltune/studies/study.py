@@ -6,14 +6,12 @@ A sweep is the simplest study: models × tasks × axes × methods × seeds, read
 from __future__ import annotations
 
 import itertools
-import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -41,8 +39,6 @@ SWEEP_AXES = ("model", "task", "method", "seed", "seeds")
 """Fields of a run that come from the sweep's own axes."""
 SEED_PLACEHOLDER = "{seed}"
 """In a method: the seed of the run."""
-FORBIDDEN_CATEGORIES = ("Cc", "Cs", "Zl", "Zp")
-"""Unicode categories that no label may contain: control characters, surrogates, line separators."""
 
 
 class Sweep(BaseModel):
@@ -112,11 +108,6 @@ class Sweep(BaseModel):
             for field in sweep.options
             if field in SWEEP_AXES
         ]
-        problems += [
-            f"{place}: {label!r} is not a label; a label is one line without control characters"
-            for place, label in sweep._labels()
-            if any(unicodedata.category(character) in FORBIDDEN_CATEGORIES for character in label)
-        ]
         problems += [f"axes: {name} is already an axis of every study" for name in sweep.axes if name in SWEEP_AXES]
         if sweep.budget and sweep.align:
             problems.append("give budget or align, not both")
@@ -129,46 +120,27 @@ class Sweep(BaseModel):
         named = {f"axes {axis}": labels for axis, labels in self.axes.items()}
         return {"models": self.models, "tasks": self.tasks, "methods": self.methods, **named}
 
-    def _labels(self) -> Iterator[tuple[str, str]]:
-        """Yield every label, with the entry that it belongs to."""
-        yield "name", self.name
-        yield from (("axes", axis) for axis in self.axes)
-        yield from ((entry, label) for entry, labels in self._entries().items() for label in labels)
-
     def _fields(self) -> Iterator[tuple[str, Values]]:
         """Yield every group of fields of a run, with a description of where it is."""
         yield "every run", self.options
         for entry, labels in self._entries().items():
             yield from ((f"{entry} {label}", values) for label, values in labels.items())
 
-    def cells(self, data_root: str | None = None, roots: Roots = NO_ROOTS) -> list[PlannedRun]:
+    def cells(self, data_root: str | None = None) -> list[PlannedRun]:
         """Expand the sweep, with models outermost and seeds innermost."""
-        runs, problems = [], []
-        names = list(self.axes)
-        for model, task, labels, method, seed in itertools.product(
-            self.models, self.tasks, itertools.product(*self.axes.values()), self.methods, self.seeds
-        ):
-            axis_labels = dict(zip(names, labels, strict=True))
-            cell = {"model": model, "task": task, **axis_labels, "method": method, "seed": seed}
-            values: Values = {} if data_root is None else {"data_root": data_root}
-            layers = [self.options, self.models[model], self.tasks[task], self.methods[method]]
-            layers += [self.axes[axis][label] for axis, label in axis_labels.items()]
-            values["pooling"] = "model"  # as all stored results, unless the study gives another
-            for layer in (*layers, {"seed": seed}):
-                values = merge_values(values, flatten(layer))
-            if isinstance(values.get("method"), str):
-                values["method"] = values["method"].replace(SEED_PLACEHOLDER, str(seed))
-            try:
-                config = RunConfig.from_flat(**self._solve_size(values))
-                if config.optim.lr is None and not {"lr", "method"} & {*config.runtime.search}:
-                    config = config.replace(lr=default_learning_rate(config.method.expression))
-                runs.append(PlannedRun(cell, config, roots))
-            except DeltuneError as error:
-                problem = f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"
-                problems += [problem] if problem not in problems else []
-        if problems:
-            raise error_from_problems(f"study {self.name} cannot be run", problems)
-        return runs
+        here: Values = {} if data_root is None else {"data_root": data_root}
+        axis_labels = [dict(zip(self.axes, labels, strict=True)) for labels in itertools.product(*self.axes.values())]
+        rows = [
+            (
+                {"model": model, "task": task, **labels, "method": method, "seed": seed},
+                [here, self.options, self.models[model], self.tasks[task], self.methods[method],
+                 *(self.axes[axis][label] for axis, label in labels.items())],
+            )
+            for model, task, labels, method, seed in itertools.product(
+                self.models, self.tasks, axis_labels, self.methods, self.seeds
+            )
+        ]  # fmt: skip
+        return planned_runs(self.name, rows, solve=self._solve_size)
 
     def _solve_size(self, values: Values) -> Values:
         """Solve the method's size where it is written as a question mark."""
@@ -179,23 +151,47 @@ class Sweep(BaseModel):
         target = count(config, self.align).method if self.align else str(self.budget)
         return {**values, "method": repr(budgets.fit(config, method, target))}
 
-    def yaml(self) -> str:
-        """Return the sweep as the text of a YAML file."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
-
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A cell of a sweep, the run that fills it, and where this machine has its model and data."""
+    """A cell of a sweep, its run, and the job that is made of it."""
 
     cell: Cell
     spec: RunConfig
-    roots: Roots = NO_ROOTS
+    job: Job
 
-    @property
-    def job(self) -> Job:
-        """The job of the run."""
-        return run_job(self.spec, self.roots)
+
+def planned_runs(
+    study: str,
+    rows: Iterable[tuple[Cell, Sequence[Mapping[str, Any]]]],
+    roots: Roots = NO_ROOTS,
+    make_job: JobMaker = run_job,
+    solve: Callable[[Values], Values] = lambda values: values,
+) -> list[PlannedRun]:
+    """Return the run of each cell, whose fields are given in layers, of which the later win, and last the cell's seed.
+
+    All mistakes of a study are one error.
+    """
+    runs: list[PlannedRun] = []
+    problems: dict[str, None] = {}
+    for cell, layers in rows:
+        values: Values = {"pooling": "model"}  # as all stored results, unless the study gives another
+        for layer in (*layers, {"seed": cell["seed"]}):
+            values = merge_values(values, flatten(layer))
+        if isinstance(values.get("method"), str):
+            values["method"] = values["method"].replace(SEED_PLACEHOLDER, str(cell["seed"]))
+        try:
+            config = RunConfig.from_flat(**solve(values))
+            if config.optim.lr is None and not {"lr", "method"} & {*config.runtime.search}:
+                config = config.replace(lr=default_learning_rate(config.method.expression))
+            runs.append(PlannedRun(cell, config, make_job(config, roots)))
+        except DeltuneError as error:
+            problems[f"{', '.join(f'{axis} {label}' for axis, label in cell.items() if axis != 'seed')}: {error}"] = (
+                None
+            )
+    if problems:
+        raise error_from_problems(f"study {study} cannot be run", list(problems))
+    return runs
 
 
 def read_sweep(path: str | Path) -> Sweep:
@@ -215,14 +211,8 @@ def _problem(error: Any) -> str:
 Records = Mapping[str, JobRecord]
 """Name of a job -> its record, for the jobs that are done."""
 
-RESULT_FIELDS: dict[str, Callable[[Any], bool]] = {
-    "scores": lambda value: _is_mapping_of(value, lambda number: isinstance(number, float | int)),
-    "count": lambda value: isinstance(value, Mapping),
-    "examples": lambda value: _is_mapping_of(value, lambda numbers: isinstance(numbers, list)),
-    "curve": lambda value: isinstance(value, list) and all(isinstance(line, Mapping) for line in value),
-    "seconds": lambda value: isinstance(value, float | int),
-}
-"""Fields of a job's result that become fields of its outcome, with a check of each; the others become its extra."""
+RESULT_FIELDS = ("scores", "count", "examples", "curve", "seconds")
+"""Fields of a job's result that become fields of its outcome; the others become its extra."""
 
 
 @dataclass(frozen=True)
@@ -245,24 +235,26 @@ class PlannedCell:
     lost: bool = False
     tries: tuple[PlannedCell, ...] = ()
 
+    def record(self, records: Records) -> JobRecord | None:
+        """Return the record of its job, if that is known and done."""
+        return None if self.job is None else records.get(self.job.name)
+
 
 CellPlan = Callable[[Records], Sequence[PlannedCell]]
 """What is done so far -> every cell of a study."""
 
-OutcomeReader = Callable[[PlannedCell, JobRecord], list[Outcome]]
-"""Cell and record of its job -> outcomes."""
+OutcomeReader = Callable[[PlannedCell, JobRecord], Outcome]
+"""Cell and record of its job -> its outcome."""
 
 
-def job_outcomes(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
-    """Return the one outcome of a job: its result, or the error that it ended with."""
+def job_outcome(planned: PlannedCell, record: JobRecord) -> Outcome:
+    """Return the outcome of a job: its result, or the error that it ended with."""
     spec = record.spec.get("run", record.spec)
     if record.result is None:
-        return [Outcome(planned.cell, spec, seconds=record.seconds, error=record.error or "no result")]
+        return Outcome(planned.cell, spec, seconds=record.seconds, error=record.error or "no result")
     fields = {name: record.result[name] for name in RESULT_FIELDS if name in record.result}
-    if wrong := [name for name, value in fields.items() if not RESULT_FIELDS[name](value)]:
-        return [Outcome(planned.cell, spec, error=f"its result was not written by deltune: {', '.join(wrong)}")]
     extra = {name: value for name, value in record.result.items() if name not in RESULT_FIELDS}
-    return [Outcome(planned.cell, spec, **fields, extra={**extra, **planned.extra})]
+    return Outcome(planned.cell, spec, **fields, extra={**extra, **planned.extra})
 
 
 @dataclass(frozen=True)
@@ -276,7 +268,7 @@ class Study:
         views: The tables and figures.
         metric: The score that claims are about, or several: the first that a task has.
         notes: What differs from the paper.
-        read_outcomes: What turns the record of a job into outcomes.
+        read_outcome: What turns the record of a job into the outcome of its cell.
         lower: Whether lower values of the metric are better.
         repetition: What the labels of the axis of seeds are called, in the singular.
     """
@@ -287,7 +279,7 @@ class Study:
     views: tuple[ViewSpec, ...] = ()
     metric: Numbers = "accuracy"
     notes: str = ""
-    read_outcomes: OutcomeReader = job_outcomes
+    read_outcome: OutcomeReader = job_outcome
     lower: bool = field(default=False, kw_only=True)
     repetition: str = "seed"
 
@@ -313,34 +305,23 @@ class Study:
 
         A cell without a record is waiting; it has failed if the search that would determine its job has failed.
         """
-        outcomes: list[Outcome] = []
-        for planned in self.plan_cells(records):
-            record = None if planned.job is None else records.get(planned.job.name)
-            if record is None:
-                spec = {} if planned.job is None else planned.job.spec
-                outcomes.append(Outcome(planned.cell, spec, error=planned.why, waiting=not planned.lost))
-            else:
-                outcomes += self.read_outcomes(planned, record)
-        return outcomes
+        return [
+            Outcome(planned.cell, {} if planned.job is None else planned.job.spec, error=planned.why,
+                    waiting=not planned.lost)
+            if (record := planned.record(records)) is None else self.read_outcome(planned, record)
+            for planned in self.plan_cells(records)
+        ]  # fmt: skip
 
 
-def _is_mapping_of(value: Any, is_valid: Callable[[Any], bool]) -> bool:
-    return isinstance(value, Mapping) and all(is_valid(one) for one in value.values())
-
-
-def plan_sweep(
-    sweep: Sweep, data_root: str | None = None, roots: Roots = NO_ROOTS, make_job: JobMaker = run_job
-) -> CellPlan:
-    """Return the cells of a sweep, each with the job that is made of its run.
+def plan_runs(runs: Sequence[PlannedRun]) -> CellPlan:
+    """Return the cells of runs.
 
     Where runs search hyperparameters, only the first seed searches; the other seeds use what it chose.
     """
-    runs = sweep.cells(data_root, roots)
-    jobs = {id(run): make_job(run.spec, run.roots) for run in runs}
     first_seeds = {labels_without_seed(run.cell): run for run in reversed(runs)}
 
     def plan_cells(records: Records) -> list[PlannedCell]:
-        return [_plan_cell(run, first_seeds[labels_without_seed(run.cell)], jobs, records) for run in runs]
+        return [_plan_cell(run, first_seeds[labels_without_seed(run.cell)], records) for run in runs]
 
     return plan_cells
 
@@ -350,16 +331,16 @@ def labels_without_seed(cell: Cell) -> tuple[Any, ...]:
     return tuple(label for axis, label in cell.items() if axis != "seed")
 
 
-def _plan_cell(run: PlannedRun, first_seed: PlannedRun, jobs: Mapping[int, Job], records: Records) -> PlannedCell:
+def _plan_cell(run: PlannedRun, first_seed: PlannedRun, records: Records) -> PlannedCell:
     if not run.spec.runtime.search or run is first_seed:
-        return PlannedCell(run.cell, jobs[id(run)])
-    record = records.get(jobs[id(first_seed)].name)
+        return PlannedCell(run.cell, run.job)
+    record = records.get(first_seed.job.name)
     if record is None:
         return PlannedCell(run.cell, None)
     if record.result is None:
         return PlannedCell(run.cell, None, why=f"the search under the first seed failed: {record.error}", lost=True)
     best = {name: record.result["best"][name] for name in run.spec.runtime.search}
-    return PlannedCell(run.cell, run_job(run.spec.single(**best), run.roots))
+    return PlannedCell(run.cell, run_job(run.spec.single(**best), run.job.roots))
 
 
 def study_from_file(path: str | Path, data_root: str | Path | None = None) -> Study:
@@ -370,7 +351,7 @@ def study_from_file(path: str | Path, data_root: str | Path | None = None) -> St
     by_model = "model" if len(sweep.models) > 1 else ""
     table = TableSpec(title="Scores", rows="method", columns=("task", *axes), metric=metric, groups=by_model)
     bars = () if axes else (Bars(title="Scores, drawn", y=metric, panels=by_model),)
-    plan_cells = plan_sweep(sweep, None if data_root is None else str(data_root))
+    plan_cells = plan_runs(sweep.cells(None if data_root is None else str(data_root)))
     return Study(sweep.name, f"The sweep of {Path(path).name}", plan_cells, (table, *bars), metric)
 
 

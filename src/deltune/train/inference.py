@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import TextStreamer
@@ -37,7 +37,7 @@ from ..runtime import attach
 from ..runtime.attach import atomic_new_folder, load, tuned
 from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
-from ..runtime.pooling import begin_with_head_of, write_sentence_model
+from ..runtime.pooling import begin_with_head_of, gives_up_pooling, write_sentence_model
 from ..runtime.serialization import open_delta
 from ..templates import chat_prompt, cut_at_end, end_tokens, tokenize_prompts, with_chat_template
 from . import setup as task_setup
@@ -69,7 +69,7 @@ from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions, check_
 from .tasks.chat import CHAT
 from .tasks.classification import CLASSIFICATION, predict_logits
 from .tasks.encoding import EncodedRows, check_causal, longest_length, tokenize
-from .tasks.generation import truncate_prompt
+from .tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION, truncate_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -432,13 +432,14 @@ def evaluate_model(
     max_length: int | None = None,
     data_root: str | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Score a model as it is, before any tuning; a merged one reads the columns and lengths of its run by default."""
+    """Score a model as it is, before any tuning; a merged one reads rows as its run did, unless told otherwise."""
     trained = merged_facts(Path(model))
-    length = trained.max_length if max_length is None else max_length
-    lengths = {} if length is None else {"max_length": length}
+    options = trained.options | ({} if max_length is None else {"max_length": max_length})
+    if answer == "words" and trained.words:
+        options["words"] = trained.words
     chosen = columns or (trained.columns if task is None else None)
     config = RunConfig.from_flat(
-        model=model, data=data, task=task, columns=chosen, answer=answer, method="head", data_root=data_root, **lengths
+        model=model, data=data, task=task, columns=chosen, answer=answer, method="head", data_root=data_root, **options
     )
     return evaluate_untuned(config, splits, output, progress=progress)
 
@@ -537,7 +538,13 @@ def generate(
     is_encoder_decoder = model.config.is_encoder_decoder
     facts = merged_facts(Path(source)) if loaded is None else loaded.run.trained
     is_answer = facts is not None and facts.chat_template is not None and not is_encoder_decoder
-    encoded = [_prompt_ids(loaded, tokenizer, prompt, is_answer, is_encoder_decoder) for prompt in prompts]
+    if loaded is None and facts is not None and facts.generates:  # as the run encodes it that the model is merged from
+        encode = (SEQ2SEQ_GENERATION if is_encoder_decoder else CAUSAL_GENERATION).encode
+        limits = TaskOptions(facts.max_length or TaskOptions.max_length, template=facts.template or "")
+        rows = encode(tokenizer, model, {"source": list(prompts)}, limits, False).rows
+        encoded = [list(row["input_ids"]) for row in rows]
+    else:
+        encoded = [_prompt_ids(loaded, tokenizer, prompt, is_answer, is_encoder_decoder) for prompt in prompts]
     if not is_encoder_decoder:
         _check_room(model, [len(ids) for ids in encoded], max_tokens)
     texts: list[str] = []
@@ -821,20 +828,22 @@ def merge_run(
     dequantize: bool = False,
     base: str | None = None,
     labels: Sequence[str] | None = None,
+    pooling: Literal["model"] | None = None,
 ) -> Path:
-    """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing."""
+    """Write the model with the run's delta merged into its weights, and its tokenizer; all or nothing.
+
+    A head that reads another pooling than its class is written for sentence-transformers, unless `pooling` gives it up.
+    """
     to = user_path(output, "output")
     with atomic_new_folder(to) as fresh, silent_loading():
         opened = open_run(run, base, labels=labels)
-        handle, tokenizer = _load_to_write(opened)
-        if (pooling := handle.delta().pooling) != "model":
-            merged, warning = handle.attached.merge(None, None, dequantize, pooled=True)
-            if warning:
-                warnings.warn(warning, stacklevel=2)
+        handle, tokenizer = _load_to_write(opened, pooling)
+        trained = handle.delta().pooling
+        merged = handle.merge(dequantize=dequantize, pooling="model")
+        if trained != "model" and pooling is None:
             length = opened.trained.max_length if opened.trained else None
-            write_sentence_model(merged, tokenizer, pooling, fresh, length)
+            write_sentence_model(merged, tokenizer, trained, fresh, length)
         else:
-            merged = handle.merge(dequantize=dequantize)
             if merged.can_generate():  # whoever loads it is to stop where training has written an end
                 merged.generation_config.eos_token_id = list(end_tokens(tokenizer, merged)) or None
             merged.save_pretrained(fresh)
@@ -844,25 +853,38 @@ def merge_run(
     return to
 
 
-def _load_to_write(opened: RunFolder) -> tuple[Tuned, PreTrainedTokenizerBase]:
-    """Load a run or a delta, whatever its head is for, with the tokenizer that it was trained with."""
-    if not isinstance(opened, DeltaFolder):
+def _load_to_write(opened: RunFolder, pooling: str | None) -> tuple[Tuned, PreTrainedTokenizerBase]:
+    """Load a run or a delta, whatever its head is for, with the tokenizer that it was trained with.
+
+    Where a pooling is asked for and the head was trained on another, it says so.
+    """
+    if isinstance(opened, DeltaFolder):
+        tokenizer = load_tokenizer(str(opened.base))
+        if opened.trained is not None and opened.trained.chat_template is not None:
+            tokenizer = with_chat_template(tokenizer, opened.trained.chat_template)
+        labels = list(opened.labels) if opened.head in HEADS_WITH_LABELS else None
+        model = load_model(str(opened.base), opened.head, labels or None)
+        align_padding_token(model, tokenizer)
+        handle = _attach_delta(model, opened)
+    else:
         loaded = load_run(opened.folder, opened.base)
-        return tuned(loaded.model), loaded.tokenizer
-    tokenizer = load_tokenizer(str(opened.base))
-    if opened.trained is not None and opened.trained.chat_template is not None:
-        tokenizer = with_chat_template(tokenizer, opened.trained.chat_template)
-    labels = list(opened.labels) if opened.head in HEADS_WITH_LABELS else None
-    model = load_model(str(opened.base), opened.head, labels or None)
-    align_padding_token(model, tokenizer)
-    return _attach_delta(model, opened), tokenizer
+        handle, tokenizer = tuned(loaded.model), loaded.tokenizer
+    if gives_up_pooling(pooling) and (trained := handle.delta().pooling) != "model":
+        logger.warning("its head was trained on the %s of the hidden states and reads the class's pooler now", trained)
+    return handle, tokenizer
 
 
-def export_run(run: str | Path, output: str | Path, format: str = "peft", base: str | None = None) -> Path:
+def export_run(
+    run: str | Path,
+    output: str | Path,
+    format: str = "peft",
+    base: str | None = None,
+    pooling: Literal["model"] | None = None,
+) -> Path:
     """Write a run's delta for another library; all or nothing."""
     opened = open_run(run, base)
-    handle, tokenizer = _load_to_write(opened)
-    target = attach.export(handle.model, user_path(output, "output"), format)
+    handle, tokenizer = _load_to_write(opened, pooling)
+    target = attach.export(handle.model, user_path(output, "output"), format, pooling=pooling)
     if opened.trained is not None and opened.trained.chat_template is not None:
         tokenizer.save_pretrained(target)  # whoever loads the adapter finds the template of its training beside it
     return target

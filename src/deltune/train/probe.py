@@ -215,13 +215,10 @@ def _sample(encoded: EncodedRows, seed: int) -> list[int]:
 def _text_features(context: InferenceContext, encoded: EncodedRows, columns: Columns, pooling: Pooling) -> Array:
     if "pair" not in columns:
         return pooled_features(context, encoded, pooling)
-    length = context.options.max_length
-    u, v = (
-        pooled_features(
-            context, encode_texts(context.tokenizer, context.model, {"text": columns[role]}, length), pooling
-        )
-        for role in ("text", "pair")
-    )
+    places = {text: i for i, text in enumerate(dict.fromkeys([*columns["text"], *columns["pair"]]))}  # each text once
+    texts = encode_texts(context.tokenizer, context.model, {"text": list(places)}, context.options.max_length)
+    features = pooled_features(context, texts, pooling)
+    u, v = (features[[places[text] for text in columns[role]]] for role in ("text", "pair"))
     return np.concatenate([np.abs(u - v), u * v], axis=-1)
 
 

@@ -22,7 +22,7 @@ from ..files import explain_write_errors
 from ..methods.memory import peak_bytes
 from ..methods.registry import parse
 from ..methods.schedules import RankSchedule
-from ..models import HEADS_WITH_LABELS, align_padding_token, fresh_tensors, load_model
+from ..models import HEADS_WITH_LABELS, LANGUAGE_MODEL_HEADS, align_padding_token, fresh_tensors, load_model
 from ..runtime import sharding
 from ..runtime.attach import attach, load, read_delta
 from ..runtime.handle import Tuned
@@ -413,6 +413,10 @@ def _prepare(
     frozen_layers = None if config.method.trunk_dropout == "on" else FrozenLayers(tuned)
     limits = fit_lengths(model, kind, limits)
     tuned.delta().trained = {"max_length": limits.max_length, "columns": data.columns}
+    if kind.head in LANGUAGE_MODEL_HEADS and kind is not LANGUAGE_MODELING and not is_chat(kind):
+        words = {kind.word_key(label): word for label, word in limits.label_words.items()} if kind.word_key else None
+        answers = {"template": limits.template, "target_length": limits.max_target_length, "words": words}
+        tuned.delta().trained |= answers
     _number_tasks(tuned.delta(), data, start)
     columns: dict[str, Columns] = {split: columns_of(rows) for split, rows in data.splits.items()}
     with ProgressDisplay(progress and distributed.is_main()) as bar:

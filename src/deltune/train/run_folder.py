@@ -30,7 +30,7 @@ from ..files import (
 from ..interop.base import is_foreign, read_options
 from ..interop.foreign import foreign_base
 from ..methods.registry import parse
-from ..models import HEADS_WITH_LABELS, head_of_class_name, load_config, read_trained_head
+from ..models import HEADS_WITH_LABELS, NAME_ON_HUB, head_of_class_name, load_config, read_trained_head
 from ..runtime.delta_schema import TrainedFacts
 from ..runtime.serialization import read_metadata
 from .config import RunConfig, read_config
@@ -113,7 +113,14 @@ class RunFolder:
         """The config that the run was started with."""
         if not self.exists:
             if not self.folder.is_dir():
-                raise DeltuneError(f"{self.folder} is not a RUN folder: there is no such folder")
+                name = str(self.folder)
+                todo = (
+                    f". If it is a hub id: no command fetches runs or deltas, so get it first (hf download {name} "
+                    "--local-dir DIR) and give DIR; a model that was never tuned is scored on data (deltune evaluate "
+                    f"{name} --data FILE)"
+                )
+                missing = f"{name} is not a RUN folder: there is no such folder"
+                raise DeltuneError(missing + (todo if NAME_ON_HUB.fullmatch(name) else ""))
             if (self.folder / "config.json").is_file():
                 raise DeltuneError(
                     f"{self.folder} is a model and no run: give the run that it was made from, or data of your own "
@@ -438,25 +445,25 @@ class DeltaFolder(RunFolder):
 
     @property
     def config(self) -> RunConfig:
-        """A config with the base model and the greatest length; its data is the folder, which has none."""
-        length = {"max_length": self._trained.max_length} if self._trained and self._trained.max_length else {}
-        return RunConfig.from_flat(model=self.base, data=str(self.folder), method="head", **length)
+        """A config with the base model, and the lengths and the template of its run; its data is the folder."""
+        options = self._trained.options if self._trained else {}
+        return RunConfig.from_flat(model=self.base, data=str(self.folder), method="head", **options)
 
     @property
     def data(self) -> DataFacts:
         """The kind of task that the head and its labels are for."""
+        trained = self._trained or TrainedFacts()
         single = "regression" if len(self._labels) == 1 else "classification"
         kinds = {
             "classification": {"regression": "regression", "multi_label_classification": "multilabel"}.get(
                 self._problem_type or "", single
             ),
             "tagging": "tagging", "seq2seq-lm": "generation",
-            "causal-lm": "chat" if self._trained and self._trained.chat_template else "language",
+            "causal-lm": "chat" if trained.chat_template else "generation" if trained.generates else "language",
         }  # fmt: skip
         if self.head not in kinds:
             raise DeltuneError(f"{self.folder} is a delta for a model without a head, which answers nothing by itself")
-        columns = dict(self._trained.columns or {}) if self._trained else {}
-        columns = columns or ({"text": "text", "pair": "pair"} if self.pairs else {})
+        columns = dict(trained.columns or {}) or ({"text": "text", "pair": "pair"} if self.pairs else {})
         if not self.is_foreign and parse(self._method).tasks > 1:
             columns.setdefault("task", "task")
         return DataFacts(kind=kinds[self.head], columns=columns, labels=list(self._labels))

@@ -17,7 +17,6 @@ from .comparisons import (
     SCORE,
     Cells,
     Comparison,
-    Effects,
     Exact,
     Measurement,
     MissingCells,
@@ -25,7 +24,6 @@ from .comparisons import (
     Term,
     combine_numbers,
     mean_terms,
-    paired_differences,
     seeds_of,
     trend_weights,
     weighted_effects,
@@ -50,7 +48,7 @@ class Beats:
         _same_axes(self.better, self.worse)
 
     def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
-        return [_difference(cells, self.better, self.worse, self.measurement, self.margin, math.inf)]
+        return [_contrast(cells, self.better, self.worse, self.measurement, self.margin, math.inf)]
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class Within:
 
     def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         high = self.points if self.both else math.inf
-        return [_difference(cells, self.what, self.reference, self.measurement, -self.points, high)]
+        return [_contrast(cells, self.what, self.reference, self.measurement, -self.points, high)]
 
 
 @dataclass(frozen=True)
@@ -81,13 +79,7 @@ class Between:
     high: float = math.inf
 
     def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
-
-        def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
-            return mean_terms(cells.select(self.what, members, setting))
-
-        effects = weighted_effects(cells, [self.what], terms, self.measurement)
-        text = cells.describe(self.what)
-        return [Comparison(text, effects, self.low, self.high, self.measurement, is_difference=False)]
+        return [_contrast(cells, self.what, None, self.measurement, self.low, self.high)]
 
 
 @dataclass(frozen=True)
@@ -105,29 +97,7 @@ class Rises:
     measurement: Measurement = SCORE
 
     def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
-        return [self._comparison(cells, self.margin, math.inf)]
-
-    def _comparison(self, cells: Cells, low: float, high: float) -> Comparison:
-        selectors = [self.of] if self.minus is None else [self.of, self.minus]
-
-        def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
-            trends = [trend_weights(cells, self.axis, selector, members, setting) for selector in selectors]
-            if any(trend != trends[0] for trend in trends):
-                where = f" {cells.describe(dict(setting))}" if setting else ""
-                raise MissingCells([f"trends over different labels of {self.axis}{where}"])
-            weighted: list[Term] = []
-            for selector, sign, trend in zip(selectors, (1.0, -1.0), trends, strict=False):
-                for label, weight in trend:
-                    weighted += mean_terms(
-                        cells.select({**selector, self.axis: label}, members, setting), sign * weight
-                    )
-            return weighted
-
-        text = cells.describe(self.of) if self.minus is None else describe_difference(self.of, self.minus, cells.names)
-        effects = weighted_effects(
-            cells, [{**selector, self.axis: EVERY} for selector in selectors], terms, self.measurement
-        )
-        return _change(text, effects, low, high, self.measurement, self.axis)
+        return [_contrast(cells, self.of, self.minus, self.measurement, self.margin, math.inf, self.axis)]
 
 
 @dataclass(frozen=True)
@@ -135,7 +105,7 @@ class Falls(Rises):
     """The change of `Rises` < margin."""
 
     def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
-        return [self._comparison(cells, -math.inf, self.margin)]
+        return [_contrast(cells, self.of, self.minus, self.measurement, -math.inf, self.margin, self.axis)]
 
 
 @dataclass(frozen=True)
@@ -150,7 +120,6 @@ class GapShrinks:
     over: str
     along: str
     of: CellSelector = field(default_factory=dict)
-    measurement: Measurement = SCORE
 
     def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         selector = {**self.of, self.over: self.of.get(self.over, EVERY), self.along: EVERY}
@@ -163,7 +132,7 @@ class GapShrinks:
         if reasons:
             raise MissingCells(reasons)
         text = f"best − worst {self.over}"
-        return [_change(text, effects, -math.inf, 0.0, self.measurement, self.along)]
+        return [Comparison(_change(text, self.along), effects, -math.inf, 0.0, SCORE, is_trend=True)]
 
     def _changes(
         self, cells: Cells, selector: CellSelector, members: Sequence[Outcome], setting: Key
@@ -177,7 +146,7 @@ class GapShrinks:
             if len(groups) < 2:
                 raise MissingCells([f"one {self.over} at {self.along}={label}: no gap"])
             numbers = {
-                seed: [weighted_sum(cells, mean_terms(group), self.measurement, seed) for group in groups.values()]
+                seed: [weighted_sum(cells, mean_terms(group), SCORE, seed) for group in groups.values()]
                 for seed in seeds
             }
             values = np.array([[number.value for number in numbers[seed]] for seed in seeds])
@@ -212,7 +181,7 @@ class FewerParameters:
                 counts.append(sum(cells.measure(COUNT, cell, seed).value for cell in selected) / len(selected))
             largest = max(largest, counts[0] / counts[1] if counts[1] else math.inf)
         text = describe_difference(self.fewer, self.more, cells.names, "/")
-        return [Exact(text, largest, self.ratio, "times as many", depends_on_depth=self.depends_on_depth)]
+        return [Exact(text, largest, self.ratio, self.depends_on_depth)]
 
 
 @dataclass(frozen=True)
@@ -263,7 +232,6 @@ class DropsLess:
     axis: str
     start: Any
     end: Any
-    measurement: Measurement = SCORE
 
     def comparisons(self, cells: Cells) -> list[Comparison | Exact]:
         weights = [
@@ -275,10 +243,10 @@ class DropsLess:
         def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
             return [term for w, selector in weights for term in mean_terms(cells.select(selector, members, setting), w)]
 
-        effects = weighted_effects(cells, [selector for _, selector in weights], terms, self.measurement)
+        effects = weighted_effects(cells, [selector for _, selector in weights], terms, SCORE)
         step = f"from the {self.start} to the {self.end} {self.axis}"
         text = f"loss {step}: {describe_difference(self.more, self.less, cells.names)}"
-        return [Comparison(text, effects, 0.0, math.inf, self.measurement)]
+        return [Comparison(text, effects, 0.0, math.inf, SCORE)]
 
 
 @dataclass(frozen=True)
@@ -364,18 +332,45 @@ def _all_comparisons(cells: Cells, forms: Sequence[Form]) -> list[Comparison | E
     return comparisons
 
 
-def _difference(
-    cells: Cells, one: CellSelector, other: CellSelector, measurement: Measurement, low: float, high: float
-) -> Comparison:
-    """Compare two selections; where lower is better the difference is the other way round, and so are its words."""
-    effects = paired_differences(cells, one, other, measurement)
-    first, second = (other, one) if measurement.lower else (one, other)
-    return Comparison(describe_difference(first, second, cells.names), effects, low, high, measurement)
+def _contrast(
+    cells: Cells, one: CellSelector, other: CellSelector | None, measurement: Measurement, low: float, high: float,
+    axis: str = "",
+) -> Comparison:  # fmt: skip
+    """Compare the mean of some cells, less that of others if there are any, or its fitted change along an axis.
+
+    A difference is turned so that positive is better; where lower is better, its words are the other way round.
+    """
+    is_turned = measurement.lower and other is not None and not axis
+    sides = [(-1.0 if is_turned else 1.0, one), *([] if other is None else [(1.0 if is_turned else -1.0, other)])]
+
+    def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
+        if not axis:
+            return [term for sign, side in sides for term in mean_terms(cells.select(side, members, setting), sign)]
+        trends = [trend_weights(cells, axis, side, members, setting) for _, side in sides]
+        if trends[0] != trends[-1]:
+            where = f" {cells.describe(dict(setting))}" if setting else ""
+            raise MissingCells([f"trends over different labels of {axis}{where}"])
+        return [
+            term
+            for sign, side in sides
+            for label, weight in trends[0]
+            for term in mean_terms(cells.select({**side, axis: label}, members, setting), sign * weight)
+        ]
+
+    selectors = [{**side, axis: EVERY} if axis else side for _, side in sides]
+    effects = weighted_effects(cells, selectors, terms, measurement)
+    if other is None:
+        text = cells.describe(one)
+    else:
+        text = describe_difference(*((other, one) if is_turned else (one, other)), cells.names)
+    return Comparison(
+        _change(text, axis) if axis else text, effects, low, high, measurement,
+        is_difference=bool(axis) or other is not None, is_trend=bool(axis),
+    )  # fmt: skip
 
 
-def _change(text: str, effects: Effects, low: float, high: float, measurement: Measurement, axis: str) -> Comparison:
-    change = f"fitted change from the smallest to the largest {axis}" + (f": {text}" if text != "all" else "")
-    return Comparison(change, effects, low, high, measurement, is_trend=True)
+def _change(text: str, axis: str) -> str:
+    return f"fitted change from the smallest to the largest {axis}" + (f": {text}" if text != "all" else "")
 
 
 def _same_axes(one: CellSelector, other: CellSelector) -> None:

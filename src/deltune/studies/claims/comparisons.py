@@ -206,30 +206,26 @@ def score(name: str, unit: str = "points", *, lower: bool = False, title: str = 
 
 
 def _ranks(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]:
-    by_task: dict[Any, list[int]] = {}
-    for i, outcome in enumerate(group):
-        by_task.setdefault(outcome.cell.get("task"), []).append(i)
+    by_task: dict[Any, list[Outcome]] = {}
+    for outcome in group:
+        by_task.setdefault(outcome.cell.get("task"), []).append(outcome)
     names = {
-        task: sorted({name for i in members for name in group[i].scores if name in METRICS})
-        for task, members in by_task.items()
+        task: sorted({name for one in outcomes for name in one.scores if name in METRICS})
+        for task, outcomes in by_task.items()
     }
     usual = sum(map(len, names.values())) / len(names)
-    numbers: list[Number | str] = [""] * len(group)
-    for task, members in by_task.items():
-        outcomes = [group[i] for i in members]
+    numbers: dict[int, Number | str] = {}
+    for task, outcomes in by_task.items():
         lacking = [str(o.cell.get("method")) for o in outcomes if any(name not in o.scores for name in names[task])]
         if lacking or not names[task]:
-            ranks: list[Number | str] = [f"no rank: metrics are missing of {', '.join(lacking) or 'all'}"] * len(
-                members
-            )
-        else:
-            values = np.array([[outcome.scores[name] for outcome in outcomes] for name in names[task]])
-            lower = [METRICS[name].better == "lower" for name in names[task]]
-            weight = len(names[task]) / usual
-            ranks = [Number(float(rank), weight=weight) for rank in average_ranks(values, lower)]
-        for i, rank in zip(members, ranks, strict=True):
-            numbers[i] = rank
-    return numbers
+            reason = f"no rank: metrics are missing of {', '.join(lacking) or 'all'}"
+            numbers |= {id(one): reason for one in outcomes}
+            continue
+        values = np.array([[outcome.scores[name] for outcome in outcomes] for name in names[task]])
+        ranks = average_ranks(values, [METRICS[name].better == "lower" for name in names[task]])
+        weight = len(names[task]) / usual
+        numbers |= {id(one): Number(float(rank), weight=weight) for one, rank in zip(outcomes, ranks, strict=True)}
+    return [numbers[id(outcome)] for outcome in group]
 
 
 RANK = Measurement(
@@ -246,9 +242,13 @@ def _steps(group: Sequence[Outcome], choice: MetricChoice) -> list[Number | str]
     if not all(curves):
         return ["no curve of evaluations"] * len(group)
     lowest = min(value for curve in curves for _, value in curve)
-    target = lowest + CONVERGED * (min(max(value for _, value in curve) for curve in curves) - lowest)
-    reached = [next(step for step, value in curve if value >= target) for curve in curves]
-    return [Number(math.log2(max(1, step))) for step in reached]
+    highest = min(max(value for _, value in curve) for curve in curves)
+    return [Number(math.log2(max(1, _step_to_converge(curve, lowest, highest)))) for curve in curves]
+
+
+def _step_to_converge(curve: Sequence[tuple[int, float]], lowest: float, highest: float) -> int:
+    """Return the step at which a curve has first come `CONVERGED` of the way from one value to another."""
+    return next(step for step, value in curve if value >= lowest + CONVERGED * (highest - lowest))
 
 
 def _curve(outcome: Outcome, choice: MetricChoice) -> list[tuple[int, float]]:
@@ -262,9 +262,10 @@ def _curve(outcome: Outcome, choice: MetricChoice) -> list[tuple[int, float]]:
 
 def _converges_last(outcome: Outcome, choice: MetricChoice) -> bool:
     """Return whether a curve comes 95 % of the way to its best only at the last of its validations, or has too few."""
-    values = [value for _, value in _curve(outcome, choice)]
-    return 0 < len(values) < MIN_VALIDATIONS or (
-        bool(values) and all(value < min(values) + CONVERGED * (max(values) - min(values)) for value in values[:-1])
+    curve = _curve(outcome, choice)
+    values = [value for _, value in curve]
+    return 0 < len(curve) < MIN_VALIDATIONS or (
+        bool(curve) and _step_to_converge(curve, min(values), max(values)) == curve[-1][0]
     )
 
 
@@ -292,9 +293,7 @@ def _seconds_to_converge(outcome: Outcome, choice: MetricChoice) -> float | None
     if not curve or not seconds:
         return None
     values = [value for _, value in curve]
-    target = min(values) + CONVERGED * (max(values) - min(values))
-    reached = next(step for step, value in curve if value >= target)
-    return seconds * reached / max(step for step, _ in curve)
+    return seconds * _step_to_converge(curve, min(values), max(values)) / max(step for step, _ in curve)
 
 
 def _training_seconds(outcome: Outcome) -> float | None:
@@ -460,9 +459,7 @@ class Cells:
             self.cells[key] = outcome
         self.used: dict[Key, Outcome] = {}
         """The outcomes that were measured for a claim."""
-        self._read: dict[tuple[Measurement, Key], Number | str] = {}
-        self._references: dict[tuple[Measurement, Key], list[Outcome]] = {}
-        self._numbers_of_labels: dict[str, int] = {}
+        self._read: dict[tuple[Measurement, Key], tuple[Number | str, list[Outcome]]] = {}
         self._following: dict[tuple[str, tuple[str, ...]], bool] = {}
 
     def excluding(self, exclude: CellSelector) -> Cells:
@@ -529,7 +526,7 @@ class Cells:
         matches = [o for o in members if has_labels(o, selector)]
         for axis, label in selector.items():
             if isinstance(label, SymbolicLabel) and label is not EVERY and matches:
-                if self._number_of_labels(axis) < 2:
+                if len({o.cell[axis] for o in self.outcomes if axis in o.cell}) < 2:
                     raise MissingCells([f"only one {axis} in the study: no {label}"])
                 positions = {of: self.position(axis, of) for of in dict.fromkeys(o.cell[axis] for o in matches)}
                 at = {SMALLEST: 0, SECOND_SMALLEST: 1, LARGEST: -1}[label]
@@ -573,11 +570,6 @@ class Cells:
                 sizes.setdefault(outcome.cell["model"], float(size))
         return sizes
 
-    def _number_of_labels(self, axis: str) -> int:
-        if axis not in self._numbers_of_labels:
-            self._numbers_of_labels[axis] = len(self.labels(axis, {}))
-        return self._numbers_of_labels[axis]
-
     def measure(self, measurement: Measurement, cell: Cell, seed: Any) -> Number:
         """Return what a measurement gives for one run: the cell (its labels, such as method and task) with one seed."""
         labels = {**cell, SEED: seed}
@@ -599,10 +591,9 @@ class Cells:
                 group = [o for o in self.outcomes if self._key(o.cell, alike) == same]
             references = [member for member in group if measurement.is_reference(member)]
             for member, number in zip(group, measurement.read(group, self.metric), strict=True):
-                self._read[measurement, self._key(member.cell, self.axes)] = number
-                self._references[measurement, self._key(member.cell, self.axes)] = references
-        self.used |= {self._key(reference.cell, self.axes): reference for reference in self._references[key]}
-        number = self._read[key]
+                self._read[measurement, self._key(member.cell, self.axes)] = number, references
+        number, references = self._read[key]
+        self.used |= {self._key(reference.cell, self.axes): reference for reference in references}
         if isinstance(number, str):
             raise MissingCells([f"{number}: {self.describe(full)}"])
         return number
@@ -660,7 +651,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Exact:
-    """A claim that a number without error is at most some maximum.
+    """A claim that one method trains at most `maximum` times as many parameters as another, which has no error.
 
     `depends_on_depth` says whether a model's number of layers decides whether it is true.
     """
@@ -668,20 +659,7 @@ class Exact:
     text: str
     value: float
     maximum: float
-    unit: str
-    subject: str = "trained parameters"
     depends_on_depth: bool = False
-
-
-def paired_differences(cells: Cells, one: CellSelector, other: CellSelector, measurement: Measurement) -> Effects:
-    """Return mean(one) − mean(other), turned so that positive is better, for each setting and seed."""
-    sign = -1.0 if measurement.lower else 1.0
-
-    def terms(setting: Key, members: Sequence[Outcome]) -> list[Term]:
-        first, second = (cells.select(selector, members, setting) for selector in (one, other))
-        return mean_terms(first, sign) + mean_terms(second, -sign)
-
-    return weighted_effects(cells, [one, other], terms, measurement)
 
 
 def weighted_effects(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -62,17 +61,10 @@ class SettingResult:
 class ComparisonResult:
     """One comparison of a finding.
 
-    Attributes:
-        text: What was compared.
-        effect: The measured effect, in `unit`.
-        interval: Its interval; None if the number is exact.
-        unit: The unit of effect and interval.
-        region: The open interval of effects in which the claim is true.
-        subject: What was measured.
-        is_difference: Whether the effect is a difference, as opposed to a number of one side or a ratio.
-        by_setting: The same in each setting, if there are several.
-        closed: Whether the upper end of the region belongs to it, as for a number of parameters.
-        rows_covered: Whether the interval covers the chance of test rows: in all settings, in some, or in none.
+    `effect` and `interval` are in `unit`; an exact number has no interval. The claim is true in the open interval
+    `region`, to which its upper end belongs if it is `closed`, as for a number of parameters. `subject` is what was
+    measured; `rows_covered` says whether the interval covers the chance of test rows: in all settings, in some, or in
+    none. `by_setting` is empty where there is one setting.
     """
 
     text: str
@@ -102,67 +94,24 @@ class PartVerdict:
 
 
 @dataclass(frozen=True)
-class Resolution:
-    """The effect that a run of this size can decide.
-
-    `borders` are the ends of the region in which the claim is true; `printed` is the paper's effect, if it prints one
-    that agrees with the claim; `rows` says whether test rows play a part in the interval.
-    """
-
-    estimate: Estimate
-    borders: tuple[float, ...]
-    alpha: float
-    rows: bool
-    printed: float | None
-    unit: str
-    repetition: str = "seed"
-
-    @cached_property
-    def smallest(self) -> float:
-        """The distance from the border that is decided with the chance `POWER`."""
-        return self.estimate.smallest_decidable(self.alpha, POWER)
-
-    @property
-    def excludes_printed(self) -> bool:
-        """True if the interval excludes an effect as large as the paper's."""
-        low, high = self.estimate.interval(self.alpha)
-        return self.printed is not None and not low <= self.printed <= high
-
-    @property
-    def text(self) -> str:
-        """The effect in a sentence, and where the paper's is excluded, that it is."""
-        borders = " or ".join(f"{border:g}".replace("-", "−") for border in self.borders)
-        beyond = "" if self.borders == (0.0,) else f" beyond {borders}"
-        sample = f"{self.repetition}s and test rows" if self.rows else f"{self.repetition}s"
-        effect = f"{self.smallest:.3g} {self.unit}".rstrip()
-        excluded = " The interval excludes an effect as large as the paper's." if self.excludes_printed else ""
-        return f"With these {sample} an effect of {effect}{beyond} is decided in {POWER:.0%} of cases.{excluded}"
-
-
-@dataclass(frozen=True)
 class Finding:
     """A study's verdict on a claim, with the numbers behind it.
 
     Attributes:
-        claim: The claim.
-        verdict: Whether it holds, does not hold, is undecided, or cannot be tested by runs of small scale.
         p: The two-sided p value against the nearest border of the region in which the claim is true. Of several
             comparisons that must all be true it is the largest p; if one of them appears false, the smallest times
             their number. None if nothing was tested.
         p_adjusted: p after Holm's procedure over all claims of the study.
         settings: How many settings and seeds were compared; empty if nothing was tested.
         note: Which spread the interval covers, or why nothing was decided.
-        comparisons: All comparisons.
         deciding: The comparison that decides; None if nothing could be compared. Of a claim about a score and a number
             of parameters it is the score's. Of several numbers that are no differences, each of them where the claim is
             true, it is the nearest to its bound.
         parts: The verdicts on the score and on the number of parameters, if the claim is about both.
-        resolution: What this run could have decided; None if the claim is decided or its spread is not known.
-        at_chance: How many of the runs that were compared are no better than chance.
-        n_runs: How many runs were compared for which it is known whether they are.
+        resolution: What this run could have decided; empty if the claim is decided or its spread is not known.
+        at_chance: How many of the `n_runs` runs that were compared are no better than chance.
         reason: Why the claim is not testable.
         floor: The score of the best floor where the deciding comparison was made, in points; None if it was not run.
-        full: Full tuning's score there.
         capped: The share of the runs that were compared whose last validation is the best.
         at_edge: The share whose learning rate is the lowest or the highest of those that were tried.
     """
@@ -176,7 +125,7 @@ class Finding:
     comparisons: tuple[ComparisonResult, ...] = ()
     deciding: ComparisonResult | None = None
     parts: tuple[PartVerdict, ...] = ()
-    resolution: Resolution | None = None
+    resolution: str = ""
     at_chance: int = 0
     n_runs: int = 0
     reason: str = ""
@@ -299,10 +248,10 @@ def _margin(result: ComparisonResult) -> float:
 
 
 def _exact_result(count: Exact) -> ComparisonResult:
-    region = (-math.inf, count.maximum)
     return ComparisonResult(
-        count.text, count.value, None, count.unit, region, count.subject, is_difference=False, closed=True
-    )
+        count.text, count.value, None, "times as many", (-math.inf, count.maximum), "trained parameters",
+        is_difference=False, closed=True,
+    )  # fmt: skip
 
 
 @dataclass
@@ -377,7 +326,6 @@ def decidable_effects(
     seeds: int,
     *,
     lower: bool = False,
-    alpha: float = 0.05,
 ) -> list[tuple[float, str] | None]:
     """Return for each claim the smallest effect that a run of so many seeds decides with the chance `POWER`.
 
@@ -385,7 +333,7 @@ def decidable_effects(
     distance from the border of the claim, with its unit; None where nothing is known of the spread.
     """
     cells = Cells(with_derived_axes(outcomes), MetricChoice(metric, lower))
-    return [_decidable_effect(_test(claim, cells), seeds, alpha / len(claims)) for claim in claims]
+    return [_decidable_effect(_test(claim, cells), seeds, 0.05 / len(claims)) for claim in claims]
 
 
 def _decidable_effect(test: _Test, seeds: int, alpha: float) -> tuple[float, str] | None:
@@ -581,7 +529,7 @@ def _finding(
         comparisons=(*scores, *counts),
         deciding=deciding,
         parts=(PartVerdict(score, of_score), PartVerdict(count, of_count)) if has_parts else (),
-        resolution=_resolution(test, share, printed, repetition) if scores and is_open else None,
+        resolution=_resolution(test, share, printed, repetition) if scores and is_open else "",
         at_chance=sum(map(is_at_chance, test.compared)),
         n_runs=sum(map(can_be_at_chance, test.compared)),
         reason=reason if verdict == "not testable" else "",
@@ -606,21 +554,20 @@ def _score_verdict(test: _Test, alpha: float) -> Verdict:
     return "holds" if test.appears_true else "does not hold"
 
 
-def _resolution(test: _Test, alpha: float, printed: PrintedFinding, repetition: str) -> Resolution | None:
+def _resolution(test: _Test, alpha: float, printed: PrintedFinding, repetition: str) -> str:
+    """Say which effect a run of this size decides, and whether it excludes one as large as the paper's."""
     compared, estimate, theirs = test.comparisons[test.decides], test.estimates[test.decides], printed.deciding
     if not estimate.parts:
-        return None
-    unit = compared.measurement.unit
-    agrees = printed.agrees and theirs is not None and theirs.unit == unit
-    return Resolution(
-        estimate,
-        compared.borders,
-        alpha,
-        rows=True in _by_example(compared),
-        printed=theirs.effect if theirs is not None and agrees else None,
-        unit=unit,
-        repetition=repetition,
-    )
+        return ""
+    unit, (low, high) = compared.measurement.unit, estimate.interval(alpha)
+    borders = " or ".join(f"{border:g}".replace("-", "−") for border in compared.borders)
+    beyond = "" if compared.borders == (0.0,) else f" beyond {borders}"
+    sample = f"{repetition}s and test rows" if True in _by_example(compared) else f"{repetition}s"
+    effect = f"{estimate.smallest_decidable(alpha, POWER):.3g} {unit}".rstrip()
+    text = f"With these {sample} an effect of {effect}{beyond} is decided in {POWER:.0%} of cases."
+    if printed.agrees and theirs is not None and theirs.unit == unit and not low <= theirs.effect <= high:
+        text += " The interval excludes an effect as large as the paper's."
+    return text
 
 
 def _comparison_result(compared: Comparison, estimate: Estimate, cells: Cells, alpha: float) -> ComparisonResult:

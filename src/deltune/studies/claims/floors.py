@@ -46,34 +46,27 @@ def check_floors(
     outcomes: Sequence[Outcome], choice: MetricChoice, names: Names | None = None
 ) -> dict[tuple[str, str], FloorCheck]:
     """Return for every model and task of the outcomes whether full tuning beats the floor."""
-    scores: dict[tuple[str, str], dict[str, dict[object, float]]] = {}
-    guesses: dict[tuple[str, str], list[bool]] = {}
-    signs: dict[tuple[str, str], float] = {}
+    by_pair: dict[tuple[str, str], list[tuple[Outcome, float]]] = {}
     for outcome in floor_outcomes(outcomes):
-        cell, row = outcome.cell, outcome.cell[FLOOR]
         (number,) = SCORE.read([outcome], choice)
-        pair = str(cell["model"]), str(cell["task"])
-        signs[pair] = choice.sign(choice.metric_name(outcome))
         if outcome.error is None and isinstance(number, Number):
-            scores.setdefault(pair, {}).setdefault(row, {})[cell[SEED]] = number.value
-            if row == "full":
-                guesses.setdefault(pair, []).append(is_at_chance(outcome))
+            pair = str(outcome.cell["model"]), str(outcome.cell["task"])
+            by_pair.setdefault(pair, []).append((outcome, number.value))
     return {
-        (model, task): _check(
-            rows,
-            guesses.get((model, task), []),
-            signs[model, task],
-            describe_cell({"model": model, "task": task}, names),
-        )
-        for (model, task), rows in scores.items()
+        (model, task): _check(scores, choice, describe_cell({"model": model, "task": task}, names))
+        for (model, task), scores in by_pair.items()
     }
 
 
-def _check(rows: dict[str, dict[object, float]], guesses: Sequence[bool], sign: float, where: str) -> FloorCheck:
+def _check(scores: Sequence[tuple[Outcome, float]], choice: MetricChoice, where: str) -> FloorCheck:
+    rows: dict[str, dict[object, float]] = {}
+    for outcome, score in scores:
+        rows.setdefault(outcome.cell[FLOOR], {})[outcome.cell[SEED]] = score
     means = {row: float(np.mean(list(of_seeds.values()))) for row, of_seeds in rows.items()}
     floor_name = max((row for row in means if row in FLOORS), key=lambda row: means[row], default="")
     floor, full = means.get(floor_name), means.get("full")
-    shown = [None if mean is None else sign * mean for mean in (floor, full)]
+    sign = choice.sign(choice.metric_name(scores[0][0]))
+    guesses = [is_at_chance(outcome) for outcome, _ in scores if outcome.cell[FLOOR] == "full"]
     problem = ""
     if 2 * sum(guesses) > len(guesses):
         problem = f"{where} full tuning is no better than chance"
@@ -82,6 +75,6 @@ def _check(rows: dict[str, dict[object, float]], guesses: Sequence[bool], sign: 
         lead = paired_estimate([leads]) if len(leads) > 1 else None
         is_unsure = lead is not None and bool(lead.parts) and lead.interval()[0] <= 0
         if full <= floor or is_unsure:
-            scores = f"({sign * full:.1f}) does not beat {FLOORS[floor_name]} ({sign * floor:.1f})"
-            problem = f"{where} full tuning {scores}{' by its interval' if full > floor else ''}"
-    return FloorCheck(shown[0], shown[1], problem)
+            shown = f"({sign * full:.1f}) does not beat {FLOORS[floor_name]} ({sign * floor:.1f})"
+            problem = f"{where} full tuning {shown}{' by its interval' if full > floor else ''}"
+    return FloorCheck(None if floor is None else sign * floor, None if full is None else sign * full, problem)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
 import torch
 from transformers import PreTrainedModel
@@ -73,24 +73,13 @@ class Outcome:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-class NormChange(TypedDict):
-    """The change of one gain or bias of a norm.
-
-    `layer` is None for norms outside the layers; `module` is what the norm belongs to, such as "attention"; `value` is
-    the mean absolute change.
-    """
-
-    layer: int | None
-    module: str
-    term: str
-    value: float
-
-
-class RunResult(TypedDict):
-    """The result of a job that trains and scores a run, as JSON values.
+class ResultValues(TypedDict, total=False):
+    """The result of a job, as JSON values: a job has those that its kind measures, and all have their environment.
 
     `examples` has a number for each example, for metrics that are the mean of such numbers; `best` is the validation
-    that the delta is of, with the values that a search chose; `omitted` says why a metric was not computed.
+    that the delta is of, with the values that a search chose; `omitted` says why a metric was not computed. Each of
+    `changes` is of one gain or bias of a norm: its layer (None outside the layers), the module that the norm belongs
+    to, the term, and the mean absolute change. `turns` is what `time_methods` returns.
     """
 
     split: str
@@ -106,80 +95,8 @@ class RunResult(TypedDict):
     omitted: Mapping[str, str]
     environment: Mapping[str, Any]
     data: str | None
-
-
-class TrainerResult(TypedDict):
-    """The result of a job that trains by transformers' Trainer, as of a run; `seconds` is the time of its training."""
-
-    scores: Mapping[str, float]
-    examples: Mapping[str, Sequence[float]]
-    count: Mapping[str, float]
-    seconds: float
-    best: Mapping[str, Any]
-    curve: Sequence[Mapping[str, Any]]
-    data: str | None
-
-
-class TransferResult(TypedDict):
-    """The result of a job that evaluates a run's delta on another task: its scores there, and the method's count."""
-
-    scores: Mapping[str, float]
-    count: Mapping[str, Any]
-    seconds: float
-
-
-class FloorResult(TypedDict):
-    """The result of a job that scores what needs no training: a linear probe, or the model as it is."""
-
-    scores: Mapping[str, float]
-    seconds: float
-
-
-class NormChangesResult(TypedDict):
-    """The result of a job that measures how far a run moved the norms."""
-
-    changes: Sequence[NormChange]
-    seconds: float
-
-
-class TimingResult(TypedDict):
-    """The result of a job that times methods: label -> what `time_methods` returns for it."""
-
+    changes: Sequence[Mapping[str, Any]]
     turns: Mapping[str, Any]
-    seconds: float
-
-
-ResultValues = RunResult | TrainerResult | TransferResult | FloorResult | NormChangesResult | TimingResult
-"""The result of a job of any kind; `execute` adds the environment."""
-
-
-def norm_changes(model: str, kind: str, delta: str | Path) -> list[NormChange]:
-    """Measure how far a delta moved each gain and bias of the norms (LN figure 3)."""
-    base = load_model(model, kind, None, "float32")
-    anatomy = inspect(base)
-    norms = {norm.path: norm for layer in anatomy.layers for norm in layer.norms}
-    norms |= {norm.path: norm for norm in anatomy.norms}
-    terms = {"norm.gain": "gain", "norm.bias": "bias"}
-    before = {t.name: base.get_parameter(t.name).detach().clone() for t in anatomy.tensors if t.role in terms}
-    tuned = load(base, delta)
-    changes: list[NormChange] = []
-    for tensor in anatomy.tensors:
-        if tensor.role not in terms:
-            continue
-        after = base.get_parameter(tensor.name).detach()
-        if torch.equal(after, before[tensor.name]):
-            continue
-        norm = norms[tensor.name.rpartition(".")[0]]
-        changes.append(
-            {
-                "layer": tensor.layer,
-                "module": " and ".join(dict.fromkeys(norm.of)) or norm.place,
-                "term": terms[tensor.role],
-                "value": (after - before[tensor.name]).abs().mean().item(),
-            }
-        )
-    tuned.detach()
-    return changes
 
 
 CURVE_PREFIXES = ("loss", "eval_")
@@ -313,7 +230,7 @@ def config_of(job: Job) -> RunConfig:
     return RunConfig.from_canonical(job.roots.locate(job.spec))
 
 
-def _run(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> RunResult:
+def _run(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> ResultValues:
     spec = RunConfig.from_canonical(values)  # as in config_of: execute() has located the values
     folder = run_folder(runs, spec)
     metrics = _train(spec, folder, model_cache, roots)
@@ -381,7 +298,7 @@ def _examples(scores: Mapping[str, Score]) -> dict[str, list[float]]:
     }
 
 
-def _trainer(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> TrainerResult:
+def _trainer(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> ResultValues:
     """Train and score a run by transformers' own Trainer, the model adapted by deltune or by PEFT."""
     spec = RunConfig.from_canonical(values["run"])
 
@@ -430,44 +347,60 @@ def _stored_environment(environment: Mapping[str, Any]) -> dict[str, Any]:
     return {field: environment[field] for field in ENVIRONMENT_FIELDS if field in environment}
 
 
-def _trained_run(spec: RunConfig, roots: Roots, runs: Path, model_cache: ModelCache) -> Path:
-    """Return the folder of a run whose delta is needed. One whose result was imported has none yet and is trained."""
+def _trained_run(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> RunFolder:
+    """Return the run whose delta is needed. One whose result was imported has none yet and is trained."""
+    spec = RunConfig.from_canonical(values["run"])
     folder = run_folder(runs, spec)
     if not folder.exists():
         _train(spec, folder, model_cache, roots)
-    return folder
+    return RunFolder(folder)
 
 
-def _transfer(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> TransferResult:
+def _transfer(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> ResultValues:
     """Evaluate a run's delta on another task without further training."""
-    folder = _trained_run(RunConfig.from_canonical(values["run"]), roots, runs, model_cache)
-    results = evaluate(folder, splits=("test",), other=values["other"])
-    return {"scores": results["test"], "count": RunFolder(folder).metrics.count, "seconds": 0.0}
+    run = _trained_run(values, roots, runs, model_cache)
+    results = evaluate(run.folder, splits=("test",), other=values["other"])
+    return {"scores": results["test"], "count": run.metrics.count, "seconds": 0.0}
 
 
-def _probe(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> FloorResult:
+def _probe(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> ResultValues:
     """Fit a linear probe on the rows of a run, without training anything of the model."""
     scores = probe_model(RunConfig.from_canonical(values["run"])).scores
     return {"scores": scores.get("test", scores["validation"]), "seconds": 0.0}
 
 
-def _untuned(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> FloorResult:
+def _untuned(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> ResultValues:
     """Score the model of a run as it is."""
     return {"scores": evaluate_untuned(RunConfig.from_canonical(values["run"]), ("test",))["test"], "seconds": 0.0}
 
 
-def _measure_norm_changes(
-    values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache
-) -> NormChangesResult:
-    """Measure how far a run moved each gain and bias."""
+NORM_TERMS = {"norm.gain": "gain", "norm.bias": "bias"}
+"""Role of a tensor -> the term of a norm."""
+
+
+def _measure_norm_changes(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> ResultValues:
+    """Measure how far a run moved each gain and bias of the norms (LN figure 3)."""
+    run = _trained_run(values, roots, runs, model_cache).best_run
     spec = RunConfig.from_canonical(values["run"])
-    run = RunFolder(_trained_run(spec, roots, runs, model_cache)).best_run
     kind = task_kind_for(run.environment["data"]["kind"], load_config(spec.model.name), spec.generation.answer)
-    return {"changes": norm_changes(spec.model.name, kind.head, run.delta), "seconds": 0.0}
+    base = load_model(spec.model.name, kind.head, None, "float32")
+    anatomy = inspect(base)
+    norms = {norm.path: norm for norm in (*(norm for layer in anatomy.layers for norm in layer.norms), *anatomy.norms)}
+    tensors = [tensor for tensor in anatomy.tensors if tensor.role in NORM_TERMS]
+    before = {tensor.name: base.get_parameter(tensor.name).detach().clone() for tensor in tensors}
+    tuned = load(base, run.delta)
+    changes: list[Mapping[str, Any]] = []
+    for tensor in tensors:
+        after, norm = base.get_parameter(tensor.name).detach(), norms[tensor.name.rpartition(".")[0]]
+        if not torch.equal(after, before[tensor.name]):
+            module = " and ".join(dict.fromkeys(norm.of)) or norm.place
+            value = (after - before[tensor.name]).abs().mean().item()
+            changes.append({"layer": tensor.layer, "module": module, "term": NORM_TERMS[tensor.role], "value": value})
+    tuned.detach()
+    return {"changes": changes, "seconds": 0.0}
 
 
-def _time_methods(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> TimingResult:
-    """Time methods side by side."""
+def _time_methods(values: Mapping[str, Any], roots: Roots, runs: Path, model_cache: ModelCache) -> ResultValues:
     return {"turns": time_methods(**values), "seconds": 0.0}
 
 
@@ -476,26 +409,14 @@ def trainer_job(spec: RunConfig, roots: Roots = NO_ROOTS, peft: Mapping[str, Any
     return Job("trainer", {"run": roots.relative(spec.canonical()), "peft": peft}, roots=roots)
 
 
-def transfer_job(spec: RunConfig, other: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
+def transfer_job(run: Job, other: Mapping[str, Any]) -> Job:
     """Return the job that evaluates a run's delta on another task."""
-    run = run_job(spec, roots)
-    return Job("transfer", {"run": run.spec, "other": dict(other)}, (run,), roots)
+    return Job("transfer", {"run": run.spec, "other": dict(other)}, (run,), run.roots)
 
 
-def probe_job(spec: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
-    """Return the job that scores a linear probe on the model and rows of a run's spec."""
-    return Job("probe", {"run": dict(spec)}, roots=roots)
-
-
-def untuned_job(spec: Mapping[str, Any], roots: Roots = NO_ROOTS) -> Job:
-    """Return the job that scores the model of a run's spec as it is, on the run's test split."""
-    return Job("untuned", {"run": dict(spec)}, roots=roots)
-
-
-def term_change_job(spec: RunConfig, roots: Roots = NO_ROOTS) -> Job:
+def term_change_job(run: Job) -> Job:
     """Return the job that measures how far a run moved each gain and bias of the norms."""
-    run = run_job(spec, roots)
-    return Job("terms", {"run": run.spec}, (run,), roots)
+    return Job("terms", {"run": run.spec}, (run,), run.roots)
 
 
 def timing_job(model: str, methods: Mapping[str, str], roots: Roots = NO_ROOTS, **options: Any) -> Job:
@@ -517,8 +438,8 @@ RUNNERS: dict[str, Callable[[Mapping[str, Any], Roots, Path, ModelCache], Result
 
 def execute(job: Job, runs: Path, model_cache: ModelCache) -> ResultValues:
     """Do a job and return its result."""
-    result: Any = RUNNERS[job.kind](job.roots.locate(job.spec), job.roots, runs, model_cache)
+    result = RUNNERS[job.kind](job.roots.locate(job.spec), job.roots, runs, model_cache)
     if "environment" not in result:
         facts = {"device": "cpu", "threads": torch.get_num_threads()}
-        result = {**result, "environment": _stored_environment(collect_environment(facts))}
-    return cast(ResultValues, result)
+        result["environment"] = _stored_environment(collect_environment(facts))
+    return result

@@ -55,17 +55,9 @@ REQUIREMENT_FAILED = "it needs {name}: {error}"
 class JobRecord:
     """The record of a finished job: its result, or the error that it ended with.
 
-    A result that another program wrote may be any JSON object; `study.job_outcomes` checks the fields that it reads.
-
-    Attributes:
-        name: The job's name.
-        kind: The job's kind, a key of `jobs.RUNNERS`.
-        spec: The job's arguments.
-        result: What the job returned; None if it failed.
-        error: The message of the error that it ended with; None if there is a result.
-        seconds: How long it took.
-        error_kind: What kind of error it was, as the worker reported it; None if there is a result.
-        date: The day on which it ended, in UTC, such as "2026-11-24"; empty if nobody knows, None for now.
+    `kind` is a key of `jobs.RUNNERS`, `spec` the arguments, and `seconds` how long it took. `error_kind` is as the
+    worker reported it. `date` is the day on which the job ended, in UTC, such as "2026-11-24"; empty if nobody knows,
+    None for now.
     """
 
     name: str
@@ -115,15 +107,11 @@ class ResultStore:
             raise DeltuneError(f"{self.path} is no results file or is damaged; {todo}")
         self._read_lines()
 
-    def close(self) -> None:
-        """Give up all claims."""
-        self.release()
-
     def __enter__(self) -> ResultStore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.release()
 
     def get(self, name: str) -> JobRecord | None:
         """Return the record of a job by name; None if it is not done."""

@@ -30,7 +30,7 @@ from ..scales import (
 from ..study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, Study
 from .published import AP_TABLE2
 from .questions import QUESTIONS
-from .thresholds import ThresholdGrid, plan_thresholds, powers_of_two, threshold_outcomes
+from .thresholds import ThresholdGrid, plan_thresholds, powers_of_two, threshold_outcome
 
 PARITY = 1.0
 """Points within which two scores count as the same performance."""
@@ -415,11 +415,11 @@ def _compared_models(setup: StudySetup, family: ModelFamily) -> tuple[str, str]:
     return ("minilm-d128", "minilm-d256") if setup.small else family.smallest_and_largest
 
 
-def _drawn_variants(family: ModelFamily, model: str, group: str = "lora") -> list[Variant]:
+def _drawn_variants(family: ModelFamily, model: str) -> list[Variant]:
     return [
         c
         for c in family.variants_of_equal_size(model)
-        if c.labels["group"] == group and c.labels["structure"] != "itself"
+        if c.labels["group"] == "lora" and c.labels["structure"] != "itself"
     ]
 
 
@@ -502,7 +502,7 @@ def thresholds(setup: StudySetup) -> Study:
          else "BERT's head is frozen as it was drawn, T5 answers in words. ")
         + f"{THRESHOLDS_NOTE} {DRAWN_NOTE} A run that diverges counts as a guess. " + _note(setup)
         + (f" It is chosen with the most parameters, for every N. {SHORT_NOTE}" if setup.small else ""),
-        threshold_outcomes,
+        threshold_outcome,
     )  # fmt: skip
 
 
@@ -532,8 +532,8 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
         """Return the cell of a method under the first seed."""
         labels = {**cell, "method": name, "N": sizes[-1], "seed": first}
         jobs = [job(method, first, rate.get("lr")) for rate in setup.rates(method)]
-        plans = [partial(_plan_one, PlannedCell(labels, one)) for one in jobs]
-        return choose_rates(plans, FIRST_RATES if len(plans) > 1 else (), waits=setup.runs)
+        plans = [partial(lambda cells, records: cells, [PlannedCell(labels, one)]) for one in jobs]
+        return choose_rates(plans, FIRST_RATES, waits=setup.runs)
 
     methods = {"full": "full", **{pattern: family.drawn(sizes[-1], pattern, first) for pattern in THE_PAPERS}}
     runs = {name: first_runs(name, method) for name, method in methods.items()}
@@ -563,10 +563,6 @@ def _plan_thresholds(setup: StudySetup, label: str, model: str, task: str) -> Ce
         ]
 
     return plan_cells
-
-
-def _plan_one(planned: PlannedCell, records: Records) -> list[PlannedCell]:
-    return [planned]
 
 
 def _rate_of(planned: PlannedCell, setup: StudySetup) -> float | None:
@@ -632,9 +628,7 @@ def _transferred(setup: StudySetup, label: str, model: str, sources: Sequence[st
             replace(
                 planned,
                 cell={**planned.cell, "target": target},
-                job=None
-                if planned.job is None
-                else transfer_job(RunConfig.from_canonical(planned.job.spec), other, setup.roots),
+                job=None if planned.job is None else transfer_job(planned.job, other),
             )
             for planned in runs(records)
             for target, other in target_fields.items()

@@ -7,11 +7,10 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ...train import RunConfig
 from ..claims.claims import AllOf, Beats, Best, Between, Claim, FewerParameters, InEach, Within
 from ..claims.comparisons import RANK, RATE, score
 from ..claims.selectors import EVERY, FLOOR, LARGEST, SMALLEST
-from ..jobs.job import Job, Outcome, term_change_job, timing_job
+from ..jobs.job import Outcome, term_change_job, timing_job
 from ..jobs.store import JobRecord
 from ..report.figure_spec import Bars, HeatMap, Scatter, TableSpec
 from ..scales import SEEDS, StudySetup, Values, cross_product, join_plans, method_variants
@@ -455,16 +454,16 @@ def time(setup: StudySetup) -> Study:
         f"method. The rounds are divided into {TIMING_BLOCKS} blocks, which stand in the place of seeds: what varies "
         "between them is the clock. There are no test rows."
         + (" On small models and a CPU the fixed costs of each operation weigh more." if setup.small else ""),
-        timings,
+        timing,
         lower=True,
         repetition="block",
     )  # fmt: skip
 
 
-def timings(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
+def timing(planned: PlannedCell, record: JobRecord) -> Outcome:
     """Return one block of a method's rounds, in percent of full tuning's time in the same round."""
     if record.result is None:
-        return [Outcome(planned.cell, record.spec, error=record.error or "no result")]
+        return Outcome(planned.cell, record.spec, error=record.error or "no result")
     turns = record.result["turns"]
     method_turns, full_turns = turns[planned.cell["method"]], turns["full"]
     scores: dict[str, float] = {}
@@ -475,7 +474,7 @@ def timings(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
         scores[f"{phase}_seconds"] = median(times)
     count = {"percent": method_turns["percent"]}
     extra = {"kept": method_turns["kept"], "parameters": method_turns.get("parameters")}
-    return [Outcome(planned.cell, record.spec, scores, count, extra=extra)]
+    return Outcome(planned.cell, record.spec, scores, count, extra=extra)
 
 
 LAYER_NAMES = {"None": "embeddings", **{str(layer): str(layer + 1) for layer in range(24)}}
@@ -496,7 +495,7 @@ def terms(setup: StudySetup) -> Study:
             replace(
                 planned,
                 cell={axis: label for axis, label in planned.cell.items() if axis != "method"},
-                job=None if planned.job is None else _term_change_job(planned.job, setup),
+                job=None if planned.job is None else term_change_job(planned.job),
             )
             for planned in runs(records)
             if FLOOR not in planned.cell
@@ -514,10 +513,6 @@ def terms(setup: StudySetup) -> Study:
         "four layers. It sees 2,000 rows of SST-2, 1,000 of SICK and 200 of CB, which keeps the order of the paper's "
         "sizes, but 300 of CommonsenseQA and 1,000 of Broad Twitter." if setup.small else "",
     )  # fmt: skip
-
-
-def _term_change_job(job: Job, setup: StudySetup) -> Job:
-    return term_change_job(RunConfig.from_canonical(job.spec), setup.roots)
 
 
 ABLATIONS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -133,16 +133,17 @@ class Training:
         return self.fixed_memory + self.tokens * (ACTIVATION_BYTES * width * layers + logits)
 
 
-def training(spec: Mapping[str, Any], times: int = 1) -> Training:
-    """Return what a run's spec asks for."""
-    values = RunConfig.from_canonical(spec).flat()
+def training(spec: Mapping[str, Any]) -> Training:
+    """Return what a run's spec asks for; of values that it searches all take as long as the first."""
+    configs = RunConfig.from_canonical(spec).search_configs()
+    values = configs[0].flat()
     model, task = str(spec["model"]), str(spec["task"])
     written = TASKS[task].kind == "generation" or values["answer"] == "words"
     length = int(values["max_length"] or 128) + (int(values["target_length"] or values["max_length"]) if written else 0)
     in_tokens = values["batch_tokens"]
     rows = int(values["batch_size"]) if in_tokens is None else max(1, int(in_tokens) // length)
     steps = int(values["steps"] or math.ceil(TRAIN_ROWS[task] / rows) * int(values["epochs"]))
-    return Training(model, task, steps, rows * length, _trained(model, str(spec["method"])), times)
+    return Training(model, task, steps, rows * length, _trained(model, values["method"]), len(configs))
 
 
 def trainings(study: Study) -> tuple[list[Training], int]:
@@ -153,7 +154,7 @@ def trainings(study: Study) -> tuple[list[Training], int]:
     """
     planned = study.plan_cells({})
     jobs = [job for job in topological_order(study.jobs({})) if job.kind == "run"]
-    runs = [training(_first(job.spec), _tries(job.spec)) for job in jobs]
+    runs = [training(job.spec) for job in jobs]
     first: dict[Any, PlannedCell] = {}
     for one in planned:
         if one.job is not None:
@@ -165,18 +166,8 @@ def trainings(study: Study) -> tuple[list[Training], int]:
             if same is None or same.job is None:
                 unknown += 1
             else:
-                runs.append(training(_first(same.job.spec.get("run", same.job.spec))))
+                runs.append(replace(training(same.job.spec.get("run", same.job.spec)), times=1))
     return runs, unknown
-
-
-def _tries(spec: Mapping[str, Any]) -> int:
-    return math.prod(len(values) for values in spec.get("search", {}).values())
-
-
-def _first(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a spec with the first of the values that it searches."""
-    search = spec.get("search", {})
-    return {**{key: value for key, value in spec.items() if key != "search"}, **{k: v[0] for k, v in search.items()}}
 
 
 def describe_needs(study: Study) -> list[str]:

@@ -6,7 +6,6 @@ What is not legible for sure in our copies is absent: of APET all figures, and w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 Published = dict[tuple[str, ...], float]
 """Labels of a cell -> the printed number."""
@@ -128,9 +127,6 @@ UV_TABLE6 = parse_table({
 }, "", XSUM)  # fmt: skip
 """UV table 6, full tuning its own run. LoRA's share is doubtful in our copy (7.2, computed 6.1), its BLEU a picture."""
 
-UV_TABLE6_COPIED: Published = parse_table({"full": "100 45.14 22.27 37.25 37.7"}, "", XSUM)
-"""UV table 6, the row of full tuning that is copied from Lewis et al. (2020) and Liu et al. (2020)."""
-
 PROTOTYPES_IN = "tables 4, 6 and 12, en-ro"
 """Where the sum of two parallel adapters is printed beside both alone: in table 6, 4 (r = 30) and 12 (r = 512)."""
 
@@ -152,7 +148,6 @@ UV_TABLE4 = parse_table({
 }, "attention", ("30", "200")) | parse_table({"parallel_adapter": "33.0"}, "ffn", ("30",))  # fmt: skip
 """UV table 4, BLEU on en-ro: (site, method, length or rank)."""
 
-BOTTLENECKS = ("percent", "xsum.rouge1", "xsum.rouge2", "xsum.rougeL", "wmt16_en_ro.bleu")
 UV_TABLE12: Published = {
     (site, method, size, *column.split(".")): float(number)
     for (site, method, size), line in {
@@ -171,7 +166,7 @@ UV_TABLE12: Published = {
         ("ffn", "parallel_adapter", "512"): "6.1 44.35 20.98 35.98 37.1",
         ("ffn", "parallel_adapter", "1024"): "12.3 44.53 21.24 36.23 37.3",
     }.items()
-    for column, number in zip(BOTTLENECKS, line.split(), strict=True)
+    for column, number in zip(XSUM, line.split(), strict=True)
 }  # fmt: skip
 """UV table 12: (site, method, length or rank, task, metric); "adapter" is the sequential one."""
 
@@ -191,15 +186,17 @@ UV_TABLE12_BY_BUDGET: Published = {
 }  # fmt: skip
 """UV table 12 as the study uv/full has it, ROUGE-2 and BLEU: (method, site, task, budget)."""
 
-UV_TABLE4_ALONE: Published = {
-    (method, site, "wmt16_en_ro", SHARES_OF_BOTH_SITES[size]): number
-    for (site, method, size), number in UV_TABLE4.items()
-}
-UV_TABLE4_BY_BUDGET: Published = UV_TABLE4_ALONE | {
-    (method, site, XSUM_AND_MT[task, metric], SHARES_OF_BOTH_SITES["512" if size == "102" else size]): number
-    for (site, method, size, *column), number in UV_TABLE12.items()
-    if column != ["percent"] and method != "adapter" and size != "1024" and (site, method) != ("attention", "lora")
-    for task, metric in (column,) if (task, metric) in XSUM_AND_MT
+UV_TABLE4_BY_BUDGET: Published = {
+    **{
+        (method, site, "wmt16_en_ro", SHARES_OF_BOTH_SITES[size]): number
+        for (site, method, size), number in UV_TABLE4.items()
+    },
+    **{
+        (method, site, XSUM_AND_MT[task, metric], SHARES_OF_BOTH_SITES["512" if size == "102" else size]): number
+        for (site, method, size, *column), number in UV_TABLE12.items()
+        if column != ["percent"] and method != "adapter" and size != "1024" and (site, method) != ("attention", "lora")
+        for task, metric in (column,) if (task, metric) in XSUM_AND_MT
+    },
 }  # fmt: skip
 """UV tables 4 and 12 as the study uv/representation has them: (method, site, task, budget)."""
 
@@ -265,60 +262,54 @@ AP_LOW_THRESHOLDS: Mapping[str, tuple[float, float]] = {
 """AP §5.3: model -> the range of the low thresholds of all methods."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A place where a paper disagrees with itself, or is silent, and what was chosen."""
-
-    studies: tuple[str, ...]
-    text: str
-
-
 RULE = (
     "Where a paper disagrees with itself about a size, what stands nearest to the printed score counts: first a size "
     "in the name of the table's row; then the row's percentage or number of parameters, if the text's size misses it "
     "by more than a tenth; then the text. Where the text is silent, the whole size nearest to the percentage counts."
 )
-CHOICES = (
-    Choice(("ln/nlu",), "MAM on BERT: appendix A has l = r = 8 for BERT-base and l = 8, r = 16 for BERT-large, which "
-           "is 0.27 % and 0.35 %; table 1 prints 0.56 % and 0.66 %, the sum of its rows of prefix and adapter. MAM has "
-           "their sizes, l = r = 16 and l = r = 24 (0.54 % and 0.70 %); a second row has those of the text."),
-    Choice(("ln/nlu",), "Adapter and prefix on BERT-large: 24 in the text is 0.36 % and 0.35 %, table 1 prints 0.33 %. "
-           "That is within a tenth: they have 24."),
-    Choice(("ln/nlu",), "LoRA on BERT: the text gives no rank, and the printed 0.33 % is that of no whole one. Its "
-           "ranks are 10 on BERT-base (0.34 %) and 11 on BERT-large (0.32 %)."),
-    Choice(("ln/nlg",), "Adapter and prefix, alone and with LN, on GPT-2: 16 in the text is 0.26 % (of the parameters "
-           "without embeddings), table 2 prints 0.13 %. They have 8; a second row each has the text's 16."),
-    Choice(("ln/nlg",), "The third task: table 2 calls it WebNLG, the text and appendix A call it DART. It is DART, "
-           "beside which the printed numbers stand."),
-    Choice(("ln/ablation",), "§5 says that the norms of attention matter more than those of the FFN; table 5 has the "
-           "FFN ahead on either model."),
-    Choice(("uv/representation",), "Table 4 prints 0.1 % for l = r = 30. The size in the row's name counts: it is "
-           "0.54 % at attention, of whose three kinds the paper counted one, and 0.36 % at the FFN."),
-    Choice(("uv/representation",), "§4.4 says that methods with heads lead by at least 1.6 BLEU; in table 4 the prefix "
-           "leads by 1.5."),
-    Choice(("uv/insertion",), "§4.3 says that the parallel adapter at the FFN leads by 1.7 ROUGE-2; in table 3 it is "
-           "0.68."),
-    Choice(("uv/integration",), "LoRA at the FFN: table 6 prints 7.2 % for r = 102, tables 5 and 12 print 6.1 %. The "
-           "rank counts, which gives 6.2 %. Its BLEU in table 6 is a picture in our copy; table 12 has 36.5."),
-    Choice(("uv/integration",), "Full tuning: table 6 has a row of its own run and a copied one, which it could not "
-           "reproduce (ROUGE-2 22.27 and BLEU 37.7). Its own run counts; MAM, 0.04 and −0.2 below it, is 0.37 and 0.2 "
-           "below the copied row."),
-    Choice(("uv/budget", "uv/representation", "uv/full", "uv/glue"), "LoRA at attention: table 1 has keys and values "
-           "in our copy, §2.2 and §4.1 have queries and values. Queries and values count, whose number of parameters "
-           "is the same."),
-    Choice(("uv/budget",), "The adapter of figures 2 and 4 is not described. It is Pfeiffer's, as in table 6."),
-    Choice(("ap/gap", "ap/structure", "ap/all"), "Prompt on BERT-small: the text has 100 vectors, which is 0.18 %; "
-           "table 2 prints 0.09 %, that of 50. It has 50 (25,600 parameters)."),
-    Choice(("ap/structure", "ap/all"), "BitFit: the paper's numbers of parameters are 7 d a layer for BERT (14,336 for "
-           "BERT-small), which is all biases of a layer but that of the FFN's inner linear, and 121,216, 270,208 and "
-           "2,444,644 for T5, which no reading of the text gives: all linears and norms of the layers have 101,376, "
-           "273,408 and 2,850,816. Table 2 has the paper's numbers. Where N is to be equal BitFit trains 7 d a layer "
-           "of BERT, and on T5 APET draws as many as BitFit has."),
-    Choice(("ap/gap", "ap/structure", "ap/all"), "Shares of T5: the paper's are of all parameters with an output "
-           "embedding of its own, which T5 v1.1 has: 0.30 % for LoRA on T5-small (76,961,152). Ours are of the "
-           "encoder and decoder with one embedding: 0.38 % (60,511,616). `deltune count --denominator untied` gives "
-           "the paper's."),
-    Choice(("ap/thresholds",), "Ranges of the low thresholds of all methods that §5.3 prints: "
-           + "; ".join(f"{model} {low:,.0f} to {high:,.0f}" for model, (low, high) in AP_LOW_THRESHOLDS.items()) + "."),
+CHOICES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("ln/nlu",), "MAM on BERT: appendix A has l = r = 8 for BERT-base and l = 8, r = 16 for BERT-large, which "
+     "is 0.27 % and 0.35 %; table 1 prints 0.56 % and 0.66 %, the sum of its rows of prefix and adapter. MAM has "
+     "their sizes, l = r = 16 and l = r = 24 (0.54 % and 0.70 %); a second row has those of the text."),
+    (("ln/nlu",), "Adapter and prefix on BERT-large: 24 in the text is 0.36 % and 0.35 %, table 1 prints 0.33 %. "
+     "That is within a tenth: they have 24."),
+    (("ln/nlu",), "LoRA on BERT: the text gives no rank, and the printed 0.33 % is that of no whole one. Its "
+     "ranks are 10 on BERT-base (0.34 %) and 11 on BERT-large (0.32 %)."),
+    (("ln/nlg",), "Adapter and prefix, alone and with LN, on GPT-2: 16 in the text is 0.26 % (of the parameters "
+     "without embeddings), table 2 prints 0.13 %. They have 8; a second row each has the text's 16."),
+    (("ln/nlg",), "The third task: table 2 calls it WebNLG, the text and appendix A call it DART. It is DART, "
+     "beside which the printed numbers stand."),
+    (("ln/ablation",), "§5 says that the norms of attention matter more than those of the FFN; table 5 has the "
+     "FFN ahead on either model."),
+    (("uv/representation",), "Table 4 prints 0.1 % for l = r = 30. The size in the row's name counts: it is "
+     "0.54 % at attention, of whose three kinds the paper counted one, and 0.36 % at the FFN."),
+    (("uv/representation",), "§4.4 says that methods with heads lead by at least 1.6 BLEU; in table 4 the prefix "
+     "leads by 1.5."),
+    (("uv/insertion",), "§4.3 says that the parallel adapter at the FFN leads by 1.7 ROUGE-2; in table 3 it is "
+     "0.68."),
+    (("uv/integration",), "LoRA at the FFN: table 6 prints 7.2 % for r = 102, tables 5 and 12 print 6.1 %. The "
+     "rank counts, which gives 6.2 %. Its BLEU in table 6 is a picture in our copy; table 12 has 36.5."),
+    (("uv/integration",), "Full tuning: table 6 has a row of its own run and a copied one, which it could not "
+     "reproduce (ROUGE-2 22.27 and BLEU 37.7). Its own run counts; MAM, 0.04 and −0.2 below it, is 0.37 and 0.2 "
+     "below the copied row."),
+    (("uv/budget", "uv/representation", "uv/full", "uv/glue"), "LoRA at attention: table 1 has keys and values "
+     "in our copy, §2.2 and §4.1 have queries and values. Queries and values count, whose number of parameters "
+     "is the same."),
+    (("uv/budget",), "The adapter of figures 2 and 4 is not described. It is Pfeiffer's, as in table 6."),
+    (("ap/gap", "ap/structure", "ap/all"), "Prompt on BERT-small: the text has 100 vectors, which is 0.18 %; "
+     "table 2 prints 0.09 %, that of 50. It has 50 (25,600 parameters)."),
+    (("ap/structure", "ap/all"), "BitFit: the paper's numbers of parameters are 7 d a layer for BERT (14,336 for "
+     "BERT-small), which is all biases of a layer but that of the FFN's inner linear, and 121,216, 270,208 and "
+     "2,444,644 for T5, which no reading of the text gives: all linears and norms of the layers have 101,376, "
+     "273,408 and 2,850,816. Table 2 has the paper's numbers. Where N is to be equal BitFit trains 7 d a layer "
+     "of BERT, and on T5 APET draws as many as BitFit has."),
+    (("ap/gap", "ap/structure", "ap/all"), "Shares of T5: the paper's are of all parameters with an output "
+     "embedding of its own, which T5 v1.1 has: 0.30 % for LoRA on T5-small (76,961,152). Ours are of the "
+     "encoder and decoder with one embedding: 0.38 % (60,511,616). `deltune count --denominator untied` gives "
+     "the paper's."),
+    (("ap/thresholds",), "Ranges of the low thresholds of all methods that §5.3 prints: "
+     + "; ".join(f"{model} {low:,.0f} to {high:,.0f}" for model, (low, high) in AP_LOW_THRESHOLDS.items()) + "."),
 )  # fmt: skip
-"""Every such place; what has a second row is listed with it. With them a printed range that no table of ours has."""
+"""Studies -> a place where their paper disagrees with itself, or is silent, and what was chosen; all of them.
+
+What has a second row is listed with it, and with them a printed range that no table of ours has."""

@@ -65,7 +65,7 @@ RERUN = (
 
 def paper_statements(study: str) -> PaperStatements:
     """Return what a study's paper claims and prints; empty for a study that is not of the papers."""
-    choices = tuple(choice.text for choice in CHOICES if study in choice.studies)
+    choices = tuple(text for studies, text in CHOICES if study in studies)
     paper = PAPERS.get(study.partition("/")[0]) if study in STUDIES else None
     open_points = (RULE, *choices) if choices else ()
     rerun = RERUN if study in STUDIES else ""

@@ -22,7 +22,7 @@ import numpy as np
 from ..claims.comparisons import GUESSES_BELOW
 from ..jobs.job import Cell, Job, Outcome
 from ..jobs.store import JobRecord
-from ..study import CellPlan, PlannedCell, Records, job_outcomes
+from ..study import CellPlan, PlannedCell, Records, job_outcome
 
 FULL_TUNING_MARGIN = 0.01
 """How far below full tuning a score in [0, 1] may lie and still count as reaching it."""
@@ -162,9 +162,9 @@ def _model_size(record: JobRecord | None) -> int:
     return 0 if record is None or record.result is None else int(record.result["count"]["denominator_size"])
 
 
-def threshold_outcomes(planned: PlannedCell, record: JobRecord) -> list[Outcome]:
+def threshold_outcome(planned: PlannedCell, record: JobRecord) -> Outcome:
     """Return the outcome of a run; of a cell of thresholds these alone, since its run has a cell of its own."""
-    (outcome,) = job_outcomes(planned, record)
+    outcome = job_outcome(planned, record)
     if "N" in planned.cell or "low" not in planned.extra:
-        return [outcome]
-    return [Outcome(planned.cell, outcome.spec, count=outcome.count, extra=planned.extra)]
+        return outcome
+    return Outcome(planned.cell, outcome.spec, count=outcome.count, extra=planned.extra)

@@ -314,8 +314,8 @@ def _tuned_lora(site: str, rank: int, beside: str = "") -> tuple[str, ...]:
     return tuple(f"{beside}{_lora(site, rank, scale)}" for scale in LORA_SCALES)
 
 
-def _mam(length: int, rank: int, kind: str, scale: float = 4) -> str:
-    return f"{_prefix(length, kind)} + scaled_parallel_adapter(rank={rank}, scale={scale:g})"
+def _mam(length: int, rank: int, kind: str) -> str:
+    return f"{_prefix(length, kind)} + scaled_parallel_adapter(rank={rank}, scale=4)"
 
 
 def _labelled_variants(expressions: Mapping[Any, str | tuple[str, ...]], *axes: str) -> list[Variant]:

@@ -6,6 +6,7 @@ Tables and figures only lay these numbers out.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -141,6 +142,21 @@ class Aggregates:
             rest.sort(key=lambda label: float(str(label)))
         return (*ordered, *rest)
 
+    def combinations(self, axes: Sequence[str], view: ViewSpec) -> list[Labels]:
+        """Return the combinations of labels to show: those that occur and those in the view's order, sorted by axis.
+
+        An axis alone in the order (methods, but not models) is expected beside everything that occurs on the others.
+        """
+        at, labels = [self.axes.index(axis) for axis in axes], [self.labels(axis, view) for axis in axes]
+        shown = dict.fromkeys(tuple(key[i] for i in at) for key in self.spreads)
+        if axes and all(axis in view.order for axis in axes):
+            shown |= dict.fromkeys(itertools.product(*(view.order[axis] for axis in axes)))
+        else:
+            for i, axis in enumerate(axes):
+                ordered = view.order.get(axis, ())
+                shown |= dict.fromkeys((*key[:i], label, *key[i + 1 :]) for key in shown for label in ordered)
+        return sorted(shown, key=lambda key: tuple(labels[i].index(label) for i, label in enumerate(key)))
+
 
 def select_outcomes(outcomes: Iterable[Outcome], where: LabelFilter) -> list[Outcome]:
     """Return the outcomes whose cells have these labels."""
@@ -180,16 +196,13 @@ def observations(
             position = read_number(outcome, x, entry) if x and x not in cell else None
             if position is not None:
                 cell[x] = position
-            if METRIC in axes:
-                for name in number_names or ("",):
-                    if not name:
-                        result.append(Observation(cell, None, error or "no scores", "", outcome.waiting))
-                        continue
-                    has = name in outcome.scores or error
-                    why = error if has else f"no {name} among its scores"
-                    result.append(_observe({**cell, METRIC: name}, outcome, entry, (name,), why))
-            else:
+            if METRIC not in axes:
                 result.append(_observe(cell, outcome, entry, number_names, error))
+                continue
+            for name in number_names or ("",):
+                lacking = None if name in outcome.scores else f"no {name} among its scores" if name else "no scores"
+                labels = {**cell, METRIC: name} if name else cell
+                result.append(_observe(labels, outcome, entry, (name,), error or lacking))
     return result
 
 

@@ -298,16 +298,6 @@ def axis_label(number: NumberFormat, view: FigureSpec) -> str:
     return view.display(number.name) + (" (%)" if number.factor == 100 else "") + (" ↓" if number.lower else "")
 
 
-def label_combinations(aggregates: Aggregates, axes: Sequence[str], view: FigureSpec) -> list[Labels]:
-    """Return the combinations of labels that occur on some axes, in the order of their labels."""
-    labels = [aggregates.labels(axis, view) for axis in axes]
-    at = [aggregates.axes.index(axis) for axis in axes]
-    combinations = dict.fromkeys(tuple(key[i] for i in at) for key in aggregates.spreads)
-    if len(axes) == 1:
-        combinations.update(dict.fromkeys((label,) for label in labels[0]))
-    return sorted(combinations, key=lambda key: tuple(labels[i].index(label) for i, label in enumerate(key)))
-
-
 def assign_styles(series: Sequence[Labels]) -> dict[Labels, SeriesStyle]:
     """Return a style for each series; of two axes, the first label gives the colour and the second the shape."""
     first = list(dict.fromkeys(labels[0] for labels in series))
@@ -339,7 +329,7 @@ def draw_scatter(view: Scatter, outcomes: Iterable[Outcome]) -> FigureDraft:
     others = [a for a in present if a not in (SEED, METRIC, view.x, *draft.outer, *series, *view.average_over)]
     aggregates = draft.aggregate(view.y, (*series, *others, view.x), view.x)
     formats = draft.number_formats(view.y, aggregates)
-    styles = assign_styles(label_combinations(aggregates, series, view))
+    styles = assign_styles(aggregates.combinations(series, view))
     xs = [float(key[-1] or 0) for key, spread in aggregates.spreads.items() if spread.mean is not None]
     for key, spread in aggregates.spreads.items():
         draft.note_missing_seeds(spread, key[:-1])
@@ -428,7 +418,7 @@ def draw_heat_map(view: HeatMap, outcomes: Iterable[Outcome]) -> FigureDraft:
         spreads = relative_spreads(aggregates.spreads, lambda key: (*key[:first], key[-1], key[-1]))
         aggregates = Aggregates(aggregates.axes, spreads, aggregates.metrics, aggregates.excluded)
     number = next(iter(draft.number_formats(view.value, aggregates).values()))
-    down, across = label_combinations(aggregates, rows, view), label_combinations(aggregates, columns, view)
+    down, across = aggregates.combinations(rows, view), aggregates.combinations(columns, view)
     draft.describe_spread("Cells")
     if not down or not across:
         return draft
@@ -519,7 +509,7 @@ def draw_curves(view: Curves, outcomes: Iterable[Outcome]) -> FigureDraft:
     of_steps = replace(view, entries=CURVE) if stepped else view
     aggregates = draft.aggregate(view.y, (*series, view.x), view.x, of_steps)
     formats = draft.number_formats(view.y, aggregates)
-    styles = assign_styles(label_combinations(aggregates, series, view))
+    styles = assign_styles(aggregates.combinations(series, view))
     xs = [float(key[-1] or 0) for key in aggregates.spreads]
     for panel, axes in zip(draft.labels, draft.axes, strict=True):
         for labels, style in styles.items():

@@ -150,8 +150,7 @@ def _why(finding: Finding) -> str:
     if finding.verdict == "not testable":
         return _sentence("; ".join(filter(None, (finding.reason, at_edge))))
     if finding.verdict == "undecided":
-        text = finding.resolution.text if finding.resolution is not None else _sentence(finding.note)
-        return f"{text} {_sentence(more)}".strip()
+        return f"{finding.resolution or _sentence(finding.note)} {_sentence(more)}".strip()
     if result is None or result.interval is None:
         return _sentence("the number is exact" + (f"; {more}" if more else ""))
     where = "where the claim is true" if finding.verdict == "holds" else "where the claim is false"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 from markupsafe import Markup
 
-from ...errors import check_booleans, counted, error_summary
+from ...errors import check_booleans, counted, error_summary, number_range
 from ...files import explain_write_errors, write_text
 from ...train import render as render_template
 from ..claims.claims import Claim
@@ -39,19 +39,14 @@ from .aggregate import SEED
 from .figure_spec import DISPLAY_NAMES, FigureSpec, Numbers, TableSpec, VarianceSpec, as_tuple
 from .figures import DrawnFigure, draw, save
 from .findings import CLAIM_COLUMNS, NO_RESULT, SEEN, ClaimRow, claim_rows, findings_csv, has_no_result
-from .provenance import (
-    CITATION,
-    method_labels,
-    provenance,
-    setup,
-    training_facts,
-)
+from .provenance import CITATION, method_labels, provenance, training_facts
 from .tables import (
     Table,
     build_table,
     csv_cell,
     escape_markdown,
     header_label,
+    markdown_row,
     note_mark,
     table_legend,
     to_csv,
@@ -164,9 +159,40 @@ def render_page(sections: Sequence[Section], title: str = "") -> str:
         unfinished=sum(outcome.error is not None for section in sections for outcome in section.outcomes),
         citation=CITATION,
         histories=list(dict.fromkeys(section.rerun for section in sections if section.rerun)),
-        setup=setup(sections),
+        setup=_setup(sections),
         provenance=provenance(record for section in sections for record in section.records),
     )  # fmt: skip
+
+
+def _setup(sections: Iterable[Section], *, rows_too: bool = True) -> str:
+    """Return a sentence about the models, the data and the seeds of runs that are done; empty if there are none."""
+    models: dict[str, int] = {}
+    tasks: dict[str, None] = {}
+    rows: set[int] = set()
+    repeats: dict[str, set[int]] = {}
+    for section in sections:
+        names = section.names
+        done = [outcome for outcome in section.outcomes if outcome.error is None]
+        for outcome in done:
+            labels = {axis: names.get(str(label), str(label)) for axis, label in outcome.cell.items()}
+            if model := labels.get("model"):
+                models[model] = max(models.get(model, 0), int(outcome.count.get("denominator_size", 0)))
+            tasks |= dict.fromkeys(labels[axis] for axis in ("task", "target") if axis in labels)
+            if limit := outcome.spec.get("max_train_rows"):
+                rows.add(min(int(limit), section.train_rows.get(str(outcome.cell.get("task")), int(limit))))
+        if seeds := {outcome.cell[SEED] for outcome in done if SEED in outcome.cell}:
+            repeats.setdefault(section.repetition, set()).add(len(seeds))
+    sizes = [
+        f"{name} ({size / 1e6:.2g} million parameters)" if size else name
+        for name, size in sorted(models.items(), key=lambda item: item[1])
+    ]
+    parts = [f"models: {', '.join(sizes)}"] if sizes else []
+    parts += [f"tasks: {', '.join(tasks)}"] if tasks else []
+    parts += [f"{number_range(rows)} training rows at most"] if rows and rows_too else []
+    numbers = [f"{number_range(n)} {word}{'s' if n != {1} else ''}" for word, n in repeats.items()]
+    parts += [", or ".join(numbers)] if numbers else []
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def _first_claims(studies: Sequence[dict[str, Any]]) -> list[tuple[ClaimRow, dict[str, Any]]]:
@@ -238,7 +264,7 @@ def _study_context(section: Section, at: int) -> dict[str, Any]:
         "question": paragraphs[0] if paragraphs else section.title,
         "paragraphs": paragraphs[1:],
         "summary": _runs_in_words([section]),
-        "setup": setup([section], rows_too=not section.training),
+        "setup": _setup([section], rows_too=not section.training),
         "method_labels": method_labels(section.outcomes, section.names),
         "tables": [(table, _heading(table)) for table in section.tables],
         "figures": [_figure_context(figure, f"s{at}f{i}-") for i, figure in enumerate(section.figures)],
@@ -427,10 +453,10 @@ def section_markdown(section: Section) -> str:
     for table in section.tables:
         lines += [to_markdown(table), ""]
     if section.findings:
-        rows = [_markdown_row(row.cells) for row in section.claim_rows]
+        rows = [markdown_row(map(escape_markdown, row.cells)) for row in section.claim_rows]
         lines += ["### Claims of the paper" if section.paper else "### Claims", ""]
         lines += [NOT_THE_PAPER, ""] if section.paper and section.small else []
-        lines += [_markdown_row(CLAIM_COLUMNS), "|" + "---|" * len(CLAIM_COLUMNS), *rows, ""]
+        lines += [markdown_row(CLAIM_COLUMNS), "|" + "---|" * len(CLAIM_COLUMNS), *rows, ""]
     if section.choices:
         lines += [
             "### What the paper leaves open, and what was chosen",
@@ -440,10 +466,6 @@ def section_markdown(section: Section) -> str:
         ]
     lines += [f"- missing: {escape_markdown(text)}" for text in section.missing]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(map(escape_markdown, cells)) + " |"
 
 
 def write_section(section: Section, folder: Path) -> list[Path]:

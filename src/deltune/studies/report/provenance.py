@@ -7,10 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ..._version import __version__
-from ...errors import check_booleans, counted, number_range, word_list
+from ...errors import counted, number_range, word_list
 from ...train import OptimSection
 from ..claims.selectors import EDGE, SEED
 from ..jobs.job import Outcome
@@ -25,54 +25,6 @@ CITATION = (
     f"{__version__}, with the commits listed above"
 )
 """How these results are cited, as in CITATION.cff."""
-
-
-class StudyRuns(Protocol):
-    """What sentences about the models, data and seeds of a study need of its `Section`.
-
-    `train_rows` has the training rows of tasks that have fewer than runs may read.
-    """
-
-    @property
-    def outcomes(self) -> Sequence[Outcome]: ...
-    @property
-    def names(self) -> Mapping[str, str]: ...
-    @property
-    def train_rows(self) -> Mapping[str, int]: ...
-    @property
-    def repetition(self) -> str: ...
-
-
-@check_booleans
-def setup(studies: Iterable[StudyRuns], *, rows_too: bool = True) -> str:
-    """Return a sentence about the models, the data and the seeds of runs that are done; empty if there are none."""
-    models: dict[str, int] = {}
-    tasks: dict[str, None] = {}
-    rows: set[int] = set()
-    repeats: dict[str, set[int]] = {}
-    for study in studies:
-        names = study.names
-        done = [outcome for outcome in study.outcomes if outcome.error is None]
-        for outcome in done:
-            labels = {axis: names.get(str(label), str(label)) for axis, label in outcome.cell.items()}
-            if model := labels.get("model"):
-                models[model] = max(models.get(model, 0), int(outcome.count.get("denominator_size", 0)))
-            tasks |= dict.fromkeys(labels[axis] for axis in ("task", "target") if axis in labels)
-            if limit := outcome.spec.get("max_train_rows"):
-                rows.add(min(int(limit), study.train_rows.get(str(outcome.cell.get("task")), int(limit))))
-        if seeds := {outcome.cell[SEED] for outcome in done if SEED in outcome.cell}:
-            repeats.setdefault(study.repetition, set()).add(len(seeds))
-    sizes = [
-        f"{name} ({size / 1e6:.2g} million parameters)" if size else name
-        for name, size in sorted(models.items(), key=lambda item: item[1])
-    ]
-    parts = [f"models: {', '.join(sizes)}"] if sizes else []
-    parts += [f"tasks: {', '.join(tasks)}"] if tasks else []
-    parts += [f"{number_range(rows)} training rows at most"] if rows and rows_too else []
-    numbers = [f"{number_range(n)} {word}{'s' if n != {1} else ''}" for word, n in repeats.items()]
-    parts += [", or ".join(numbers)] if numbers else []
-    text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
 def provenance(records: Iterable[JobRecord]) -> str:

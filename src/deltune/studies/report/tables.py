@@ -134,72 +134,61 @@ def build_table(view: TableSpec, outcomes: Iterable[Outcome]) -> Table:
     outcomes = list(outcomes)
     outer = (view.groups,) if view.groups else ()
     axes = (*outer, view.rows, *view.columns)
-    aggregates = aggregate(view, outcomes, view.metric, axes)
-    n_outer = len(outer)
-    rows = _combinations(aggregates, view, axes[: n_outer + 1], 0)
-    keys, missing_columns = _drop_unmeasured(
-        _combinations(aggregates, view, view.columns, n_outer + 1), aggregates, view, n_outer + 1, outcomes
-    )
-    percents = _percents(view, outcomes, axes[: n_outer + 1]) if view.percent else {}
-    notes: dict[str, int] = {}
-    columns = [
-        Column(
-            _column_headings(view, aggregates, key, n_outer), "score", _column_format(view, aggregates, key, n_outer)
-        )
-        for key in keys
-    ]
+    aggregates, n = aggregate(view, outcomes, view.metric, axes), len(outer) + 1
+    rows = aggregates.combinations(axes[:n], view)
+    keys, unmeasured = _drop_unmeasured(aggregates.combinations(view.columns, view), aggregates, view, n, outcomes)
+    excluded = [*aggregates.excluded, *unmeasured]
     planned = [outcome.cell for outcome in outcomes]
+    notes: dict[str, int] = {}
 
     def score_cell(labels: Labels) -> TableCell:
         cell = dict(zip(axes, labels, strict=True))
         in_study = any(all(one.get(axis, label) == label for axis, label in cell.items()) for one in planned)
         return _score_cell(aggregates[labels], "not run yet" if in_study else "not part of this study", notes)
 
-    cells_by_row = [[score_cell((*row, *key)) for key in keys] for row in rows]
-    cells_by_row = [
-        [replace(cell, published=_published(view, row, key)) for cell, key in zip(row_cells, keys, strict=True)]
-        for row, row_cells in zip(rows, cells_by_row, strict=True)
+    scores = [[score_cell((*row, *key)) for key in keys] for row in rows]
+    metrics = [_column_metric(aggregates, key, n) for key in keys]
+    formats = [
+        number_format(metric or str(key[view.columns.index(METRIC)]) if METRIC in view.columns else metric, view)
+        for key, metric in zip(keys, metrics, strict=True)
     ]
-    groups = _rows_by_group(rows, n_outer)
-    excluded = [*aggregates.excluded, *missing_columns]
-    formats = [column.number_format for column in columns]
-    more_columns: list[tuple[Column, list[TableCell]]] = []
-    if view.average and len(columns) > 1:
+    columns: list[tuple[Column, Labels, list[TableCell]]] = []
+    for i, (key, format_) in enumerate(zip(keys, formats, strict=True)):
+        *wider, narrowest = map(view.display, key)
+        column = Column((*wider, narrowest + " ↓" * format_.lower), "score", format_)
+        columns.append((column, key, [cells[i] for cells in scores]))
+    if view.average and len(keys) > 1:
         if len({(f.lower, f.factor, f.digits) for f in formats}) > 1:
             excluded.append("no average: the columns are in different units")
         else:
-            more_columns.append(
-                (
-                    Column(("Avg." + " ↓" * formats[0].lower,), "average", formats[0]),
-                    [_average(row_cells, notes) for row_cells in cells_by_row],
-                )
-            )
+            column = Column(("Avg." + " ↓" * formats[0].lower,), "average", formats[0])
+            columns.append((column, ("average",), [_average(cells, notes) for cells in scores]))
+    groups = _rows_by_group(rows, len(outer))
     # A loss is no metric of a task: a claim about ranks leaves it out too.
-    ranked = [i for i, key in enumerate(keys) if _column_metric(aggregates, key, n_outer) != "loss"]
+    ranked = [i for i, metric in enumerate(metrics) if metric != "loss"]
     if view.rank and len(ranked) > 1:
-        ranks = _ranks([[cells[i] for i in ranked] for cells in cells_by_row], [formats[i] for i in ranked], groups)
-        more_columns.append((Column(("Rank ↓",), "rank", RANK), [_mean_rank(r, len(ranked), notes) for r in ranks]))
-    for column, cells in more_columns:
-        columns.append(column)
-        for row, row_cells, cell in zip(rows, cells_by_row, cells, strict=True):
-            row_cells.append(replace(cell, published=_published(view, row, (column.kind,))))
-    for i, column in enumerate(columns):
+        ranks = _ranks([[cells[i] for i in ranked] for cells in scores], [formats[i] for i in ranked], groups)
+        columns.append((Column(("Rank ↓",), "rank", RANK), ("rank",), [_average(cells, notes) for cells in ranks]))
+    for column, _, cells in columns:
         for group in groups:
-            for at_row, cell in zip(
-                group, mark_best([cells_by_row[j][i] for j in group], column.number_format), strict=True
-            ):
-                cells_by_row[at_row][i] = cell
+            marked = mark_best([cells[j] for j in group], column.number_format)
+            for j, cell in zip(group, marked, strict=True):
+                cells[j] = cell
     if view.percent:
-        columns.insert(0, Column((PERCENT.name,), "percent", PERCENT))
-        for row, row_cells in zip(rows, cells_by_row, strict=True):
-            row_cells.insert(0, replace(percents.get(row, TableCell()), published=_published(view, row, ("percent",))))
+        percents = _percents(view, outcomes, axes[:n])
+        shares = [percents.get(row, TableCell()) for row in rows]
+        columns.insert(0, (Column((PERCENT.name,), "percent", PERCENT), ("percent",), shares))
     return Table(
         view.title,
         view.rows,
-        tuple(columns),
+        tuple(column for column, _, _ in columns),
         tuple(
-            Row(view.display(row[0]) if n_outer else "", view.display(row[-1]), tuple(row_cells))
-            for row, row_cells in zip(rows, cells_by_row, strict=True)
+            Row(
+                view.display(row[0]) if outer else "",
+                view.display(row[-1]),
+                tuple(replace(cells[j], published=_published(view, row, key)) for _, key, cells in columns),
+            )
+            for j, row in enumerate(rows)
         ),
         tuple(notes),
         tuple(excluded),
@@ -238,26 +227,6 @@ def _shown(cell: TableCell, format_: NumberFormat) -> float:
     return float(format_.show(cell.mean).replace(",", ""))
 
 
-def _combinations(aggregates: Aggregates, view: TableSpec, axes: Sequence[str], start: int) -> list[Labels]:
-    """Return the combinations of labels to show: those that occur and those in the view's order, sorted by axis."""
-    labels = [aggregates.labels(axis, view) for axis in axes]
-    occurring = dict.fromkeys(key[start : start + len(axes)] for key in aggregates.spreads)
-    if all(axis in view.order for axis in axes) and axes:
-        products: list[Labels] = [()]
-        for axis in axes:
-            products = [(*key, label) for key in products for label in view.order[axis]]
-        occurring.update(dict.fromkeys(products))
-    elif len(axes) == 1:
-        occurring.update(dict.fromkeys((label,) for label in labels[0]))
-    elif axes:
-        # An axis alone in the order (methods, but not models) is expected beside everything that occurs on the others.
-        for i, axis in enumerate(axes):
-            if axis in view.order:
-                products = [(*key[:i], label, *key[i + 1 :]) for key in occurring for label in view.order[axis]]
-                occurring.update(dict.fromkeys(products))
-    return sorted(occurring, key=lambda key: tuple(labels[i].index(label) for i, label in enumerate(key)))
-
-
 def _drop_unmeasured(
     keys: list[Labels], aggregates: Aggregates, view: TableSpec, start: int, outcomes: Sequence[Outcome]
 ) -> tuple[list[Labels], list[str]]:
@@ -293,21 +262,8 @@ def _rows_by_group(rows: Sequence[Labels], n_outer: int) -> list[list[int]]:
     return list(groups.values())
 
 
-def _column_metric(aggregates: Aggregates, key: Labels, n_outer: int) -> str:
-    return next((name for labels, name in aggregates.metrics.items() if labels[n_outer + 1 :] == key and name), "")
-
-
-def _column_format(view: TableSpec, aggregates: Aggregates, key: Labels, n_outer: int) -> NumberFormat:
-    name = _column_metric(aggregates, key, n_outer)
-    if not name and METRIC in view.columns:
-        name = str(key[view.columns.index(METRIC)])
-    return number_format(name, view)
-
-
-def _column_headings(view: TableSpec, aggregates: Aggregates, key: Labels, n_outer: int) -> tuple[str, ...]:
-    column_format = _column_format(view, aggregates, key, n_outer)
-    labels = [view.display(label) for label in key]
-    return (*labels[:-1], labels[-1] + (" ↓" if column_format.lower else ""))
+def _column_metric(aggregates: Aggregates, key: Labels, start: int) -> str:
+    return next((name for labels, name in aggregates.metrics.items() if labels[start:] == key and name), "")
 
 
 def _score_cell(spread: Spread, if_missing: str, notes: dict[str, int]) -> TableCell:
@@ -317,13 +273,9 @@ def _score_cell(spread: Spread, if_missing: str, notes: dict[str, int]) -> Table
     elif spread.mean is None and not spread.failed:
         reasons = [if_missing]
     reasons += spread.at_chance
-    marks = tuple(_note_index(reason, notes) for reason in reasons)
+    marks = tuple(notes.setdefault(reason, len(notes)) for reason in reasons)
     state: State = "shown" if spread.mean is not None else "failed" if spread.failed else "missing"
     return TableCell(spread.mean, spread.std, spread.n, state, notes=marks)
-
-
-def _note_index(reason: str, notes: dict[str, int]) -> int:
-    return notes.setdefault(reason, len(notes))
 
 
 def _average(row_cells: Sequence[TableCell], notes: dict[str, int]) -> TableCell:
@@ -333,28 +285,23 @@ def _average(row_cells: Sequence[TableCell], notes: dict[str, int]) -> TableCell
         return TableCell(state="missing")
     if len(means) == len(row_cells):
         return TableCell(statistics.fmean(means), None, len(means), "shown")
-    note = _note_index(f"over {len(means)} of {len(row_cells)} columns, compared with no other", notes)
+    note = notes.setdefault(f"over {len(means)} of {len(row_cells)} columns, compared with no other", len(notes))
     return TableCell(statistics.fmean(means), None, len(means), "partial", notes=(note,))
 
 
 def _ranks(
     cells_by_row: Sequence[Sequence[TableCell]], formats: Sequence[NumberFormat], groups: Sequence[Sequence[int]]
-) -> list[list[float]]:
-    """Return every row's ranks among the rows of its group, one for each column in which it has a number."""
-    ranks: list[list[float]] = [[] for _ in cells_by_row]
+) -> list[list[TableCell]]:
+    """Return every row's ranks among the rows of its group, one for each column, empty where it has no number."""
+    ranks = [[TableCell()] * len(formats) for _ in cells_by_row]
     for i, column_format in enumerate(formats):
         for group in groups:
             present = [j for j in group if cells_by_row[j][i].mean is not None]
             sign = 1 if column_format.lower else -1
-            for j, rank in zip(
-                present, rankdata([sign * _shown(cells_by_row[j][i], column_format) for j in present]), strict=True
-            ):
-                ranks[j].append(float(rank))
+            shown = [sign * _shown(cells_by_row[j][i], column_format) for j in present]
+            for j, rank in zip(present, rankdata(shown), strict=True):
+                ranks[j][i] = TableCell(float(rank))
     return ranks
-
-
-def _mean_rank(ranks: Sequence[float], columns: int, notes: dict[str, int]) -> TableCell:
-    return _average([TableCell(rank) for rank in ranks] + [TableCell()] * (columns - len(ranks)), notes)
 
 
 def _percents(view: TableSpec, outcomes: Sequence[Outcome], axes: Sequence[str]) -> dict[Labels, TableCell]:
@@ -399,15 +346,15 @@ def to_markdown(table: Table) -> str:
     """Write a table in GitHub's Markdown: best bold, second underlined by <u>, and below it a note for every gap."""
     lines = [f"**{escape_markdown(table.title)}**", ""] if table.title else []
     lines.append(
-        _markdown_row([escape_markdown(table.head), *(escape_markdown(column.text) for column in table.columns)])
+        markdown_row([escape_markdown(table.head), *(escape_markdown(column.text) for column in table.columns)])
     )
-    lines.append(_markdown_row([":--", *("--:" for _ in table.columns)]))
+    lines.append(markdown_row([":--", *("--:" for _ in table.columns)]))
     for group, rows in table.groups:
         if group:
-            lines.append(_markdown_row([f"**{escape_markdown(group)}**", *("" for _ in table.columns)]))
+            lines.append(markdown_row([f"**{escape_markdown(group)}**", *("" for _ in table.columns)]))
         for row in rows:
             cells = [_markdown_cell(table, cell, column) for cell, column in _cells_with_columns(row, table)]
-            lines.append(_markdown_row([escape_markdown(row.label), *cells]))
+            lines.append(markdown_row([escape_markdown(row.label), *cells]))
     notes = [f"<sup>{note_mark(i)}</sup> {escape_markdown(note)}" for i, note in enumerate(table.notes)]
     notes += [f"Not in the table: {escape_markdown(text)}" for text in table.excluded]
     legend = table_legend(table)
@@ -422,7 +369,8 @@ def _markdown_cell(table: Table, cell: TableCell, column: Column) -> str:
     return text + (f" <sup>{','.join(map(note_mark, cell.notes))}</sup>" if cell.notes else "")
 
 
-def _markdown_row(cells: Sequence[str]) -> str:
+def markdown_row(cells: Iterable[str]) -> str:
+    """Write a row of cells that are Markdown already."""
     return "| " + " | ".join(cells) + " |"
 
 

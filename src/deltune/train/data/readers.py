@@ -194,14 +194,13 @@ def _read_csv(path: Path, problems: list[str]) -> RowsRead:
     """Read a table with commas, or what else its header has; a field in quotes may hold it and line ends."""
     csv.field_size_limit(MAX_LINE_LENGTH)  # the default of 128 KiB is less than a long document
     lines = (line for _, line in text_lines(path))
-    start = next(lines, "")
-    named = re.fullmatch(r'"?sep=(.)"?[\r\n]*', start)  # the first line of a file of Excel may say what separates
-    *copies, rows = itertools.tee(lines if named else itertools.chain([start], lines), 1 + len(SEPARATORS))
-    mark = named[1] if named else _separator(path, copies)
-    del copies  # which would keep every line
+    header = _first_row(lines)
+    named = re.fullmatch(r'"?sep=(.)"?[\r\n]*', header[0])  # the first line of a file of Excel may say what separates
+    mark = named[1] if named else _separator(path, header)
     if mark != ",":
         logger.info("%s: its columns are separated by %r", path.name, mark)
-    reader, before = csv.reader(rows, delimiter=mark, strict=True), 1 if named else 0
+    rows, before = (lines, 1) if named else (itertools.chain(header, lines), 0)
+    reader = csv.reader(rows, delimiter=mark, strict=True)
 
     def numbered_cells() -> NumberedCells:
         line = before + 1
@@ -221,11 +220,17 @@ SEPARATORS = ",;\t|"
 """The characters that may separate the columns of a CSV file."""
 
 
-def _separator(path: Path, copies: Sequence[Iterator[str]]) -> str:
-    """Return the one mark that separates the names in the header of a CSV, whose lines each of the copies has."""
-    headers = {
-        mark: next(csv.reader(lines, delimiter=mark), []) for mark, lines in zip(SEPARATORS, copies, strict=True)
-    }
+def _first_row(lines: Iterator[str]) -> list[str]:
+    """Return the lines of the first row, several where a field in quotes holds line ends; one empty line of no file."""
+    row, quotes = [next(lines, "")], 0
+    while (quotes := quotes + row[-1].count('"')) % 2 and (line := next(lines, "")):
+        row.append(line)
+    return row
+
+
+def _separator(path: Path, header: Sequence[str]) -> str:
+    """Return the one mark that separates the names in the header of a CSV, whose lines are given."""
+    headers = {mark: next(csv.reader(header, delimiter=mark), []) for mark in SEPARATORS}
     marks = [mark for mark, header in headers.items() if len(header) > 1]
     if len(marks) > 1:  # a mark inside of quotes leaves one of them in a cell
         marks = [mark for mark in marks if all(cell.count('"') % 2 == 0 for cell in headers[mark])] or marks
