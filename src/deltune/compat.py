@@ -554,3 +554,9 @@ def silent_loading() -> Iterator[None]:
         logger.removeFilter(nothing)
         if had_progress_bar:
             hf.enable_progress_bar()
+
+
+def logits_processors(model: Any, config: Any, prompt_length: int, ends: Sequence[int]) -> Any:
+    """Return what `generate` does to scores by a generation config; it has no public function for that alone."""
+    config._eos_token_tensor = torch.tensor(list(ends)) if ends else None
+    return model._get_logits_processor(config, prompt_length, device="cpu")

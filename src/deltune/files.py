@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -387,3 +388,11 @@ def _fsync_tree(folder: Path) -> None:
             os.chmod(os.path.join(root, name), mode)
             fsync_file(Path(root, name))
         fsync_directory(Path(root))
+
+
+def number_of_bytes(text: str) -> int:
+    """Return the number of bytes that a text says, such as 512, 8GiB or "2 GB"; a ValueError if it says none."""
+    match = re.fullmatch(r"\s*([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*(?:([KMGT])(I?))?B?\s*", text.upper())
+    if match is None:
+        raise ValueError("give a number of bytes, or one with a unit such as 8GiB")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))

@@ -1,4 +1,4 @@
-"""The tables that a notebook shows in place of the text of a method, a count and an anatomy."""
+"""The tables that a notebook shows in place of the text of a method and a count."""
 
 from __future__ import annotations
 
@@ -52,18 +52,6 @@ def test_a_count_shows_its_numbers() -> None:
     assert count.training_only > 0
     assert rows["method"] == f"{count.method:,}" and rows["while training only"] == f"{count.training_only:,}"
     assert rows["trained in all"] == f"{count.trained:,}"
-
-
-@pytest.mark.parametrize("family", ["bert", "albert", "t5"])
-def test_an_anatomy_shows_its_layers(family: str) -> None:
-    anatomy = deltune.inspect(config(FAMILIES[family]))
-    caption, (header, *rows) = read_table(anatomy)
-    assert caption == str(anatomy).splitlines()[0]
-    paths = [path for row in rows for path in row[header.index("path")].split(" to ")]
-    ends = [anatomy.layers[0].path, anatomy.layers[-1].path]
-    assert [paths[0], paths[-1]] == ends and set(paths) <= {layer.path for layer in anatomy.layers}
-    assert len(rows) == len(anatomy.stacks), "layers that are alike are shown once"
-    assert repr(anatomy) == str(anatomy) and str(anatomy).count("self attention") == len(rows)
 
 
 def test_everything_in_a_table_is_escaped() -> None:

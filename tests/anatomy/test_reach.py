@@ -188,34 +188,44 @@ def _equal(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
+def life(model: PreTrainedModel, inputs: dict[str, Any], text: str, folder: Path, inside: str = "") -> deltune.Tuned:
+    """Train a method, save it, detach it and load it again, and return its handle.
+
+    Detaching leaves the model as it was, and some of what is trained `inside` modules of a name gets a gradient.
+    """
+    bare = _run(model, inputs)  # first: a model of transformers notes things at its first run
+    before = facts(model)
+    tuned = deltune.attach(model, text, head="freeze")
+    if "prefix" not in text and "prompt" not in text:
+        assert _equal(bare, _run(model, inputs)), f"{text} changes the outputs before it is trained"
+    loss(dict(tensors(model(**inputs)))).backward()
+    assert any(p.grad is not None for name, p in tuned.named_trainable_parameters() if inside in name)
+    stir(tuned)
+    trained = _run(model, inputs)
+    assert not _equal(bare, trained), f"{text} has no effect"
+    tuned.save(folder / "delta")
+    tuned.detach()
+    model.requires_grad_(False)
+    assert differences(before, facts(model)) == [], text
+    loaded = deltune.load(model, folder / "delta")
+    assert _equal(trained, _run(model, inputs)), f"{text} is another one after it was loaded"
+    return loaded
+
+
 @EACH
 def test_life(kind: Kind, tmp_path: Path) -> None:
     """Every method trains, saves and loads, and detaching or a refusal leaves the model as it was."""
     model, inputs = kind.build(), kind.inputs()
-    bare = _run(model, inputs)  # first: a model of transformers notes things at its first run
+    bare = _run(model, inputs)
     before = facts(model)
     for text in METHODS:
         if text in kind.lacks:
             with pytest.raises(deltune.DeltuneError, match=kind.lacks[text]):
                 deltune.attach(model, text)
             assert differences(before, facts(model)) == [], text
-            continue
-        tuned = deltune.attach(model, text, head="freeze")
-        if "prefix" not in text and "prompt" not in text:
-            assert _equal(bare, _run(model, inputs)), f"{text} changes the outputs before it is trained"
-        loss(dict(tensors(model(**inputs)))).backward()
-        assert any(parameter.grad is not None for parameter in tuned.trainable_parameters())
-        stir(tuned)
-        trained = _run(model, inputs)
-        assert not _equal(bare, trained), f"{text} has no effect"
-        tuned.save(tmp_path / "delta")
-        tuned.detach()
-        model.requires_grad_(False)
-        assert differences(before, facts(model)) == [], text
-        loaded = deltune.load(model, tmp_path / "delta")
-        assert _equal(trained, _run(model, inputs)), f"{text} is another one after it was loaded"
-        loaded.detach()
-        model.requires_grad_(False)
+        else:
+            life(model, inputs, text, tmp_path).detach()
+            model.requires_grad_(False)
     assert _equal(bare, _run(model, inputs))
 
 
@@ -480,23 +490,7 @@ def text_and_image() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("text", ["lora(rank=2, tower='vision')", "adapter(rank=2, tower='all')"])
 def test_a_method_in_another_tower(llava: PreTrainedModel, text: str, tmp_path: Path) -> None:
-    inputs = text_and_image()
-    bare = _run(llava, inputs)  # first: a model of transformers notes things at its first run
-    before = facts(llava)
-    tuned = deltune.attach(llava, text)
-    assert _equal(bare, _run(llava, inputs))
-    stir(tuned)
-    trained = _run(llava, inputs)
-    assert not _equal(bare, trained)
-    loss(dict(tensors(llava(**inputs)))).backward()
-    assert any(p.grad is not None for name, p in llava.named_parameters() if "vision" in name)
-    tuned.save(tmp_path / "delta")
-    tuned.detach()
-    llava.requires_grad_(False)
-    assert differences(before, facts(llava)) == []
-    loaded = deltune.load(llava, tmp_path / "delta")
-    assert _equal(trained, _run(llava, inputs))
-    loaded.detach()
+    life(llava, text_and_image(), text, tmp_path, "vision").detach()
     llava.requires_grad_(False)
 
 
@@ -505,28 +499,16 @@ def test_a_method_in_another_tower(llava: PreTrainedModel, text: str, tmp_path: 
 )
 def test_linears_between_two_towers(llava: PreTrainedModel, text: str, tmp_path: Path) -> None:
     """No pass on one input calls the projector, so its linears are named by their paths; they train, save and merge."""
-    inputs = text_and_image()
-    model = copy.deepcopy(llava)
-    bare = _run(model, inputs)
-    before = facts(model)
+    inputs, model = text_and_image(), copy.deepcopy(llava)
     anatomy = deltune.inspect(model)
     assert [x.path.rpartition(".")[2] for x in anatomy.projector] == ["linear_1", "linear_2"]
     assert anatomy.projector[0].path in str(anatomy)
-    tuned = stir(deltune.attach(model, text))
-    loss(dict(tensors(model(**inputs)))).backward()
-    assert any(p.grad is not None for n, p in tuned.named_trainable_parameters() if "projector" in n)
-    trained = _run(model, inputs)
-    assert not _equal(bare, trained)
-    with pytest.raises(deltune.DeltuneError, match="all rows of a batch share"), tuned.rows(["default"]):
+    loaded = life(model, inputs, text, tmp_path, "projector")
+    with pytest.raises(deltune.DeltuneError, match="all rows of a batch share"), loaded.rows(["default"]):
         model(**inputs)
-    tuned.save(tmp_path / "delta")
-    tuned.detach()
-    model.requires_grad_(False)
-    assert differences(before, facts(model)) == []
-    loaded = deltune.load(model, tmp_path / "delta")
-    assert _equal(trained, _run(model, inputs))
+    trained = _run(model, inputs)["logits"]
     loaded.merge()
-    torch.testing.assert_close(_run(model, inputs)["logits"], trained["logits"])
+    torch.testing.assert_close(_run(model, inputs)["logits"], trained)
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,13 @@ BASES = {
     "Form": "def initialize(self, tensors, at)",
     "Composition": "How Δh joins h",
     "Widths": "in_width: The width of u",
+    "TensorSpec": "seed: The seed from which `draw`",
+    "WeightForm": "def weight(self, tensors, at)",
+    "FactorForm": "def factors(self, tensors)",
+    "MatrixForm": "def matrix(self, tensors)",
+    "Routed": "def weights(self, tensors, u, at)",
+    "Schedule": "penalty: Compute what is added to the loss",
+    "Place": "weight: The weight W (d_out, d_in)",
 }
 
 
@@ -142,6 +149,17 @@ def test_what_parts_of_the_users_own_derive_from_has_pages(deltune: Command, bas
     page = deltune("methods", base)
     assert page.code == 0 and BASES[base] in page.out
     assert json.loads(deltune("methods", base, "--json").out)["name"] == base
+
+
+def test_every_class_that_the_guide_names_has_a_page(deltune: Command) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "library" / "define.md").read_text(encoding="utf-8")
+    named = [
+        name
+        for name in library.__all__
+        if name[0].isupper() and re.search(rf"(?:deltune\.|`|, |import ){name}\b", guide)
+    ]
+    parts = [name for name in named if getattr(library, name).__module__.startswith("deltune.methods.")]
+    assert len(parts) > 12 and [name for name in parts if deltune("methods", name).code] == []
 
 
 def test_every_method_is_listed_in_one_group(deltune: Command) -> None:

@@ -17,7 +17,7 @@ import deltune
 from deltune import TensorSpec
 from deltune.methods.registry import VOCABULARY
 from tables.families import FAMILIES
-from tables.specimens import batch, build, stir
+from tables.specimens import batch, build, distance, equal, run, stir
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,6 +107,33 @@ def test_it_is_the_librarys(form: Any) -> None:
     ]
     for one, two in zip(*gradients, strict=True):
         assert float(one.abs().max()) > 1e-6 and float((one - two).abs().max() / one.abs().max()) < 1e-11
+
+
+@cases
+@pytest.mark.parametrize("numbers", [1, 60])
+def test_under_a_mask_it_starts_at_the_base(form: Any, numbers: int, tmp_path: Path) -> None:
+    """What the mask leaves out keeps its initial values, which are in the file, though the form says nothing of it."""
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    bare = run(model, inputs)
+    tuned = deltune.attach(model, deltune.apet(sum_at_projections(form), parameters=numbers))
+    assert distance(run(model, inputs), bare) <= 1e-12
+    starts = {key: {n: t.clone() for n, t in edit.tensors().items()} for key, edit in tuned.delta().named_edits()}
+    changed = 0
+    with torch.no_grad():
+        for parameter in tuned.trainable_parameters():
+            parameter += 1
+    for key, edit in tuned.delta().named_edits():
+        changed += sum(int((t != starts[key][n]).sum()) for n, t in edit.tensors().items())
+    assert changed == numbers == sum(p.numel() for p in tuned.trainable_parameters())
+    trained = run(model, inputs)
+    tuned.save(tmp_path / "delta")
+    tuned.detach()
+    assert equal(run(model, inputs), bare)
+    loaded = deltune.load(model, tmp_path / "delta")
+    assert equal(run(model, inputs), trained)
+    loaded.merge()
+    assert distance(run(model, inputs), trained) <= 1e-12
 
 
 @cases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from deltune.methods.forms.base import Widths
 from deltune.methods.masks import Factor, MaskGroup, draw_indices, split_budget
 from deltune.methods.spec import MaskedMethod
 from tables.families import FAMILIES
-from tables.specimens import batch, build, differences, equal, facts, forward, loss, specimen, stir
+from tables.methods import ROWS
+from tables.specimens import batch, build, differences, distance, equal, facts, forward, loss, run, specimen, stir
 
 PATTERNS = [(p, a) for p in ("discrete", "adjacent") for a in ("rows", "columns")]
 
@@ -282,6 +284,30 @@ def test_all_of_a_method_is_the_method(method: str) -> None:
             for leaf, sparse in edit.sparse_parameters().items():
                 sparse.values.copy_(values[f"edit.{key}.{leaf}"].reshape(-1))
     assert equal(forward(model, inputs), expected)
+
+
+EXACT = [row.text for row in ROWS if row.identity and row.trains and not row.lacking(FAMILIES["bert"])]
+"""The methods that change nothing until they are trained."""
+UNMASKED = "cannot be masked|of its own: give layer_norm=False|put it outside of apet|instead of apet|0 scalars here"
+"""Why some of them have no mask."""
+
+
+@pytest.mark.parametrize("text", [text for text in EXACT if "apet" not in text])
+def test_what_a_mask_leaves_out_changes_nothing(text: str) -> None:
+    """In float64, whatever values the entries have that are not trained."""
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    bare, number = run(model, inputs), max(1, deltune.count(model, text).method // 2)
+    try:
+        tuned = deltune.attach(model, f"apet({text}, parameters={number})")
+    except deltune.DeltuneError as error:
+        assert re.search(UNMASKED, str(error))
+        return
+    assert distance(run(model, inputs), bare) <= 1e-12
+    for edit in tuned.delta().all_edits():
+        if "magnitude" in edit.sparse_parameters():  # of DoRA: every entry is a norm of W, trained or not
+            norms = model.get_submodule(edit.place.target.path).weight.norm(dim=1)
+            assert (edit.tensors()["magnitude"] - norms).abs().max() <= 1e-14
 
 
 @pytest.mark.parametrize(("rows", "pool"), [("prompt(length=3)", "lora(rank=16)"), ("prefix(length=2)", "full")])

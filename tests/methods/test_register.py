@@ -252,6 +252,79 @@ def test_what_a_form_returns_is_checked_when_it_is_attached(form: deltune.Form, 
     assert equal(bare, run(model, inputs))
 
 
+def _of(leaf: str = "w", **facts: Any) -> Any:
+    return lambda self, widths: {
+        leaf: deltune.TensorSpec((widths.in_width,), **facts),
+        "b": deltune.TensorSpec((widths.out_width,)),
+    }
+
+
+def _odd(**functions: Any) -> deltune.Form:
+    """Make a form whose tensors and their values are other functions."""
+    return _form(__call__=lambda self, tensors, u, at: u, **functions)
+
+
+SEEDED = {"trained": False, "saved": False, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (_odd(tensors=_of(**SEEDED)), r"w has a seed, and the form has no draw; write, for example:\n    def draw"),
+        (
+            _odd(tensors=_of(**SEEDED), draw=lambda self, *_: {}),
+            r"draw returns tensors of the shapes {}, and was asked",
+        ),
+        (_odd(tensors=_of(**SEEDED), draw=lambda self, *_: {"w": torch.ones(3)}), r"draw returns .*\(3,\)"),
+        (_odd(tensors=_of(trained=False, saved=False)), "a buffer that is not saved needs a seed"),
+        (_odd(tensors=_of(seed=0)), "a seed is for trained=False, saved=False"),
+        (_odd(tensors=_of(saved=False)), "w has saved=False, and the form has no fold"),
+        (_odd(initialize=lambda self, tensors, at: None), "initialize leaves w, b without initial values"),
+        (_odd(initialize=lambda self, tensors, at: tensors["w"].zero_()), "initialize leaves b without"),
+        (_odd(initialize=lambda self, tensors, at: tensors.update(w=0)), "initialize leaves w, b without"),
+        (_odd(initialize=lambda self, tensors, at: tensors["v"].zero_()), "initialize raises KeyError: 'v'"),
+        (_odd(tensors=_of(trained=False, below=9), initialize=lambda self, t, at: t["b"].zero_()), "leaves w without"),
+    ],
+)
+def test_a_tensor_without_a_value_is_named(form: deltune.Form, says: str) -> None:
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    bare = run(model, inputs)
+    with pytest.raises(deltune.DeltuneError, match=says) as error:
+        deltune.attach(model, deltune.Modification("ffn", form))
+    assert str(error.value).count("Modification(") < 2
+    assert equal(bare, run(model, inputs))
+    deltune.attach(model, "lora(rank=2)")
+
+
+@dataclass(frozen=True, repr=False)
+class Weighed(deltune.Composition):
+    """h + g ⊙ Δh, which sets g or forgets it."""
+
+    forgets: bool = False
+
+    def tensors(self, widths):  # type: ignore[no-untyped-def]
+        return {"gain": deltune.TensorSpec((widths.out_width,))}
+
+    def initialize(self, tensors):  # type: ignore[no-untyped-def]
+        if not self.forgets:
+            tensors["gain"].normal_()
+
+    def __call__(self, h, delta, tensors, x):  # type: ignore[no-untyped-def]
+        return h + tensors["gain"] * delta
+
+
+def test_tensors_of_a_composition() -> None:
+    """One without a value is named, and what a mask leaves out stays as it was drawn."""
+    model = build(FAMILIES["bert"], "base")
+    with pytest.raises(deltune.DeltuneError, match=r"Weighed.* leaves gain without initial values"):
+        deltune.attach(model, deltune.Modification("ffn", Linear(), compose=Weighed(True)))
+    part = deltune.Modification("ffn", deltune.LowRank(2), compose=Weighed())
+    stir(deltune.attach(model, deltune.apet(part, parameters=50)))
+    inputs = batch(model)
+    assert equal(run(model, inputs), run(model, inputs))
+
+
 @pytest.mark.parametrize("kind", [*registry.FORMS, Shift, Linear])
 def test_a_form_has_what_it_needs_to_be_registered(kind: type[deltune.Form]) -> None:
     check_form_class(kind)

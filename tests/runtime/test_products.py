@@ -247,8 +247,8 @@ def test_an_ensemble_of_deltas_is_mapped() -> None:
 class Tanh(LowRank):
     """With something of its own between its two products."""
 
-    def before_up(self, tensors: Any, u: torch.Tensor, at: Place) -> Any:
-        v, up, bias = super().before_up(tensors, u, at)
+    def split_at_up(self, tensors: Any, u: torch.Tensor, at: Place) -> Any:
+        v, up, bias = super().split_at_up(tensors, u, at)
         return torch.tanh(v), up, bias
 
 
@@ -262,8 +262,8 @@ class Biased(LowRank):
         for tensor in tensors.values():
             torch.nn.init.normal_(tensor)
 
-    def before_up(self, tensors: Any, u: torch.Tensor, at: Place) -> Any:
-        v, up, _ = super().before_up(tensors, u, at)
+    def split_at_up(self, tensors: Any, u: torch.Tensor, at: Place) -> Any:
+        v, up, _ = super().split_at_up(tensors, u, at)
         return v, up, tensors["up_bias"]
 
 

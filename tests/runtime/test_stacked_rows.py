@@ -173,8 +173,8 @@ def test_every_form_that_has_two_layers_is_tried() -> None:
 class HalfRank(LowRank):
     """A user's form that computes something else than the one that it derives from."""
 
-    def before_up(self, tensors: Any, u: torch.Tensor, at: Place) -> Any:
-        v, up, bias = super().before_up(tensors, u, at)
+    def split_at_up(self, tensors: Any, u: torch.Tensor, at: Place) -> Any:
+        v, up, bias = super().split_at_up(tensors, u, at)
         return 0.5 * v, up, bias
 
 

@@ -6,8 +6,9 @@ tensors.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from torch.nn import functional as F
 
 import deltune
 from deltune import Modification, TensorSpec
+from deltune.methods.forms.orthogonal import Rotation
+from deltune.methods.registry import FORMS
 from tables.families import FAMILIES
 from tables.specimens import batch, build, differences, distance, equal, facts, forward, loss, run, stir
 
@@ -236,11 +239,51 @@ def test_masks_of_them_train_exactly_as_many(family: str) -> None:
     assert sum(p.numel() for p in tuned.trainable_parameters()) == tuned.count().method == 37
 
 
+BUILT_IN = [kind for kind in FORMS if kind.reads_weight and not issubclass(kind, deltune.MatrixForm)]
+
+
+@pytest.mark.parametrize("kind", [Dora, Hira, *BUILT_IN])
+def test_what_is_computed_from_a_weight_reads_what_it_reads(kind: type[deltune.Form]) -> None:
+    """W' x is neither a function of W x nor of another input of W; the way out is another insertion."""
+    needed = {"rank": 2, "block_size": 4}
+    form = kind(**{f.name: needed[f.name] for f in fields(kind) if f.default is MISSING})
+    for site, insertion in itertools.product(("query", "ffn_up", "embedding"), ("sequential", "input")):
+        if not (kind is Rotation and insertion == "input"):
+            with pytest.raises(deltune.DeltuneError, match="reads what the projection reads: give insertion="):
+                Modification(site, form, insertion)
+    with pytest.raises(deltune.DeltuneError, match=r"reads token ids, which .* cannot: choose another site"):
+        Modification("embedding", form)
+
+
+@pytest.mark.parametrize("form", [Product(), deltune.LowRank(2)])
+@pytest.mark.parametrize("site", ["query", "ffn_up", "embedding"])
+def test_a_matrix_on_the_output(form: deltune.Form, site: str) -> None:
+    """h + A h, not W x + A x."""
+    model = build(FAMILIES["bert"], "base")
+    inputs = batch(model)
+    tuned = stir(deltune.attach(model, Modification(site, form, "sequential", layers="all")))  # type: ignore[arg-type]
+    edit = next(iter(tuned.delta().all_edits()))
+    seen: list[torch.Tensor] = []
+    with tuned.disable():
+        keep = model.get_submodule(edit.place.target.path).register_forward_hook(lambda *call: seen.append(call[2]))
+        forward(model, inputs)
+        keep.remove()
+    changes: list[torch.Tensor] = []
+    keep = model.get_submodule(edit.place.target.path).register_forward_hook(lambda *call: changes.append(call[2]))
+    trained = run(model, inputs)
+    keep.remove()
+    matrix = form.affine(edit.tensors(), None)[0]  # type: ignore[index]
+    assert torch.allclose(changes[0], seen[0] + seen[0] @ matrix.T, rtol=0, atol=1e-12)
+    tuned.merge()
+    assert distance(run(model, inputs), trained) < 1e-12
+
+
 def test_refusals() -> None:
     model = build(FAMILIES["bert"], "base")
     for method, says in (
         (Modification("attention", Dora()), "acts at a projection, and encoder.0.self.attention is none"),
         (Modification("ffn", Turn(), "input"), "acts at a projection"),
+        (Modification("embedding", Turn(), "input"), "acts at a projection"),
     ):
         with pytest.raises(deltune.DeltuneError, match=says):
             deltune.attach(model, method)

@@ -72,7 +72,7 @@ def test_an_end_is_reported_and_what_cannot_be_is_refused(server: Served) -> Non
         answer = engine.submit(Request("generate", text="ba", sampling=sampling)).result(60)
         assert [one.token for one in answer.tokens] == [END] and answer.text == "" and answer.finish_reason == "stop"
         for wrong in (Sampling(0), Sampling(1, logprobs=6, prompt_logprobs=True)):
-            with pytest.raises(InvalidRequest, match="is not a whole number"):
+            with pytest.raises(InvalidRequest, match="prompt_logprobs"):
                 engine.submit(Request("generate", text="a", sampling=wrong))
     for options, message in (({"max_tokens": 0}, "needs echo"), ({"echo": True, "stream": True}, "not for a stream")):
         answered = server.post("/v1/completions", {"model": "base", "prompt": "a", **options})

@@ -259,9 +259,7 @@ def test_later_sources_win_and_all_mistakes_are_listed(tmp_path: Path, capsys: p
 def test_bytes_have_units() -> None:
     for text, size in (("64 MB", 64 * 10**6), ("2GiB", 2**31), ("1.5 k", 1500), ("10b", 10), ("7", 7)):
         assert ServeConfig.from_values({"model": "m", "max_loaded_bytes": text}).deltas.max_loaded_bytes == size
-    with pytest.raises(
-        DeltuneError, match=r"unknown unit 'XB'. Known: B, KB, MB, GB, KiB, MiB and GiB \(given: '64 XB'\)"
-    ):
+    with pytest.raises(DeltuneError, match=r"give a number of bytes, .* unit such as 8GiB \(given: '64 XB'\)"):
         ServeConfig.from_values({"model": "m", "max_loaded_bytes": "64 XB"})
 
 

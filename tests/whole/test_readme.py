@@ -65,7 +65,10 @@ class Block:
 
 def blocks(page: Path, *marks: str) -> list[Block]:
     text = page.read_text(encoding="utf-8")
-    matches = re.finditer(r"^```(\S*)([^\n]*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    fenced = re.compile(r"^```(\S*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    matches = [*fenced.finditer(text)]
+    for part in (fenced.sub("", text), *(m[3] for m in matches)):
+        assert "\n```" not in f"\n{part}", f"{page.name}: a block is not closed: {part[-300:]}"
     all_of_them = [
         Block(m[1], m[3], text.count("\n", 0, m.start(3)) + 1, m[2].strip().removeprefix("title=").strip('"'))
         for m in matches

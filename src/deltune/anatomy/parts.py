@@ -182,7 +182,6 @@ class PartReader:
             number,
             in_width,
             out_width,
-            tuple(weights),
             None if router is None else router.path,
             tuple(self.linear(n) for n in others if n.kind == "linear"),
             scores=None if router is None else self._router(router, number),

@@ -92,8 +92,6 @@ def check_quantization(model: nn.Module) -> None:
 def check_gradients_pass(model: nn.Module) -> None:
     """Check that gradients pass through every quantised linear, so that what is below it can be trained."""
     known: dict[Any, str] = {}
-    if not quantization_of(model):
-        return
     for path, module, quantizer in quantized_modules(model):
         key = (quantizer.name(module), has_packed_weights(module))
         if key not in known:

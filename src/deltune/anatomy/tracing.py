@@ -466,9 +466,6 @@ def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
     for inputs in candidates:
         # two tokens more: what has a value for each token, such as its place on a page, then shows
         length = inputs["input_ids"]().shape[1] + 2
-        if by_token := _of_each_token(inputs):
-            reasons.append(f"{by_token[-1]} has a value for each token")
-            continue
         inputs |= {"input_ids": None, "inputs_embeds": partial(torch.zeros, 1, length, width)}
         if "attention_mask" in inputs:
             inputs["attention_mask"] = partial(torch.ones, 1, length, dtype=torch.long)
@@ -483,14 +480,6 @@ def check_takes_embeddings(model: PreTrainedModel, width: int) -> None:
         f"rows before the input embeddings need a model that runs on inputs_embeds alone, and {type(model).__name__} "
         f"does not ({reasons[0] if reasons else 'it reads no token ids'})"
     )
-
-
-def _of_each_token(inputs: dict[str, Any]) -> list[str]:
-    """Return which inputs beside token ids and their masks have a value for each token."""
-    length = inputs["input_ids"]().shape[1]
-    masks = {name.replace("input_ids", "attention_mask") for name in inputs if name.endswith("input_ids")}
-    others = {name: make for name, make in inputs.items() if callable(make) and name not in masks}
-    return [name for name, make in others.items() if not name.endswith("input_ids") and make().shape[1:2] == (length,)]
 
 
 def _check_one_state_a_token(model: PreTrainedModel, trace: Trace, length: int, width: int) -> None:

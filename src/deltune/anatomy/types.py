@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from html import escape
+from itertools import groupby
 from typing import Any, Literal
+
+from ..errors import first_names
 
 StackName = Literal["encoder", "decoder"]
 AttentionKind = Literal["self", "cross", "mixer"]
@@ -29,68 +32,45 @@ class Columns:
 
     The output is cut into `groups` equal blocks; the part has the columns `start` to `stop` (exclusive) of each. The
     keys of GPT-2 are the columns d to 2d of 1 group, the keys of GPT-NeoX the columns d_h to 2 d_h of one group a head.
-
-    Attributes:
-        groups: The number of equal blocks.
-        start: The first column of the part in each block.
-        stop: The column after the part's last one in each block.
     """
 
-    groups: int
-    start: int
-    stop: int
+    groups: int  # the number of equal blocks
+    start: int  # the first column of the part in each block
+    stop: int  # the column after the part's last one in each block
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear projection from `in_width` to `out_width` features.
+    """A linear projection from `in_width` to `out_width` features."""
 
-    Attributes:
-        path: The path of its module.
-        in_width: Input features.
-        out_width: Output features; of a part of a fused projection, the part's alone.
-        bias: Whether it has a bias.
-        transposed: Whether its weight has the shape (in, out), as transformers' Conv1D has it.
-        columns: The part's columns where the module is a fused projection; None where it is all of it.
-        shared_with: The paths of other modules that hold the same weight, such as tied output embeddings.
-        batch_independent: Whether some of its calls read nothing that depends on the batch, but a table of positions,
-            say.
-        product_only: Whether the module does nothing but multiply by its weight and add its bias, so that a linear
-            change of its output can be merged into them.
-    """
-
-    path: str
-    in_width: int
-    out_width: int
-    bias: bool
-    transposed: bool = False
+    path: str  # the path of its module
+    in_width: int  # input features
+    out_width: int  # output features; of a part of a fused projection, the part's alone
+    bias: bool  # whether it has a bias
+    transposed: bool = False  # whether its weight has the shape (in, out), as transformers' Conv1D has it
+    # the part's columns where the module is a fused projection; None where it is all of it
     columns: Columns | None = None
+    # the paths of other modules that hold the same weight, such as tied output embeddings
     shared_with: tuple[str, ...] = ()
+    # whether some of its calls read nothing that depends on the batch, but a table of positions, say
     batch_independent: bool = False
+    # whether the module does nothing but multiply by its weight and add its bias, so that a linear change of its output
+    # can be merged into them
     product_only: bool = True
-    quantized: str = ""
+    quantized: str = ""  # how its weight is quantised, so that nothing can train it; "" where it is not
 
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """A weight of three dimensions, a matrix for each expert, or a router's weight, which is read as a parameter.
+    """A weight of three dimensions, a matrix for each expert, or a router's weight, which is read as a parameter."""
 
-    Attributes:
-        path: The path of the module that holds it.
-        leaf: Its name in that module.
-        number: The number of experts that have a matrix of their own in it; 0 for a router's weight.
-        in_width: Input features of a matrix.
-        out_width: Output features of a matrix.
-        transposed: Whether a matrix has the shape (in, out).
-        in_batch_order: Whether its module reads the tokens in the order of the batch, so that rows can be told apart.
-    """
-
-    path: str
-    leaf: str
-    number: int
-    in_width: int
-    out_width: int
-    transposed: bool = False
+    path: str  # the path of the module that holds it
+    leaf: str  # its name in that module
+    number: int  # the number of experts that have a matrix of their own in it; 0 for a router's weight
+    in_width: int  # input features of a matrix
+    out_width: int  # output features of a matrix
+    transposed: bool = False  # whether a matrix has the shape (in, out)
+    # whether its module reads the tokens in the order of the batch, so that rows can be told apart
     in_batch_order: bool = True
 
 
@@ -141,88 +121,56 @@ class Attention:
 
 @dataclass(frozen=True)
 class FFN:
-    """A feed-forward network: x -> `inputs` -> activation (times a gate) -> `output`.
+    """A feed-forward network: x -> `inputs` -> activation (times a gate) -> `output`."""
 
-    Attributes:
-        path: The path of the innermost module around it.
-        input_module: The path of the module whose first input is x, the hidden states that the FFN reads.
-        inputs: The linears that read x; a gated FFN has two of them, or a fused one.
-        output: The last linear.
-        gated: Whether the activation is multiplied by a second projection of x.
-        pre: The path of the norm before it.
-        post: The path of the norm after its residual addition.
-        gate: Of a gated FFN, the projection that the activation follows; None where it does not show.
-        up: Of a gated FFN, the projection that the activation is multiplied by; None where it does not show.
-    """
-
-    path: str
-    input_module: str
-    inputs: tuple[Linear, ...]
-    output: Linear
-    gated: bool
-    pre: str | None = None
-    post: str | None = None
+    path: str  # the path of the innermost module around it
+    input_module: str  # the path of the module whose first input is x, the hidden states that the FFN reads
+    inputs: tuple[Linear, ...]  # the linears that read x; a gated FFN has two of them, or a fused one
+    output: Linear  # the last linear
+    gated: bool  # whether the activation is multiplied by a second projection of x
+    pre: str | None = None  # the path of the norm before it
+    post: str | None = None  # the path of the norm after its residual addition
+    # of a gated FFN, the projection that the activation follows; None where it does not show
     gate: Linear | None = None
+    # of a gated FFN, the projection that the activation is multiplied by; None where it does not show
     up: Linear | None = None
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: a router sends each token through some of many FFNs.
+    """A mixture of experts: a router sends each token through some of many FFNs."""
 
-    Attributes:
-        path: The path of the module around router and experts, whose output joins the residual stream. Its first input
-            is x, the hidden states that it reads.
-        number: The number of experts.
-        in_width: The width of x.
-        out_width: The width of its output.
-        tensors: The names of the experts' weights, each of which has one matrix for every expert.
-        router: The path of the module that chooses the experts; None where it does not show.
-        linears: The linears inside that every token goes through, as in shared experts.
-        scores: The router as a projection to a score for each expert: a linear, or the weight that its module reads.
-        inputs: The weights of the experts that read x; none where they cannot be told from the outputs.
-        outputs: The weights of the experts that give their outputs.
-        shared: The shared experts, FFNs that every token goes through.
-        pre: The path of the norm before it.
-        post: The path of the norm after its residual addition.
-    """
-
+    # the path of the module around router and experts, whose output joins the residual stream. Its first input is x,
+    # the hidden states that it reads.
     path: str
-    number: int
-    in_width: int
-    out_width: int
-    tensors: tuple[str, ...]
-    router: str | None = None
-    linears: tuple[Linear, ...] = ()
-    pre: str | None = None
-    post: str | None = None
+    number: int  # the number of experts
+    in_width: int  # the width of x
+    out_width: int  # the width of its output
+    router: str | None = None  # the path of the module that chooses the experts; None where it does not show
+    linears: tuple[Linear, ...] = ()  # the linears inside that every token goes through, as in shared experts
+    pre: str | None = None  # the path of the norm before it
+    post: str | None = None  # the path of the norm after its residual addition
+    # the router as a projection to a score for each expert: a linear, or the weight that its module reads
     scores: Linear | ExpertWeight | None = None
+    # the weights of the experts that read x; none where they cannot be told from the outputs
     inputs: tuple[ExpertWeight, ...] = ()
-    outputs: tuple[ExpertWeight, ...] = ()
-    shared: tuple[FFN, ...] = ()
+    outputs: tuple[ExpertWeight, ...] = ()  # the weights of the experts that give their outputs
+    shared: tuple[FFN, ...] = ()  # the shared experts, FFNs that every token goes through
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A LayerNorm or RMSNorm.
+    """A LayerNorm or RMSNorm."""
 
-    Attributes:
-        path: The path of its module.
-        width: The features that it normalises.
-        gain: Whether it has a gain (`weight`).
-        bias: Whether it has a bias.
-        place: "pre" (a sub-layer reads it), "post" (it normalises the residual sum), "output" (it normalises a
-            sub-layer's output before the sum), "query", "key", "inner" (inside a sub-layer), "embedding" (after the
-            embeddings), "final" (after the last layer) or "unknown".
-        of: The sub-layers that it belongs to, "attention" and "ffn".
-    """
-
-    path: str
-    width: int
-    gain: bool
-    bias: bool
+    path: str  # the path of its module
+    width: int  # the features that it normalises
+    gain: bool  # whether it has a gain (`weight`)
+    bias: bool  # whether it has a bias
+    # "pre" (a sub-layer reads it), "post" (it normalises the residual sum), "output" (it normalises a sub-layer's
+    # output before the sum), "query", "key", "inner" (inside a sub-layer), "embedding" (after the embeddings), "final"
+    # (after the last layer) or "unknown"
     place: NormPosition
-    of: tuple[str, ...] = ()
+    of: tuple[str, ...] = ()  # the sub-layers that it belongs to, "attention" and "ffn"
 
 
 @dataclass(frozen=True)
@@ -258,66 +206,45 @@ class Layer:
 
 @dataclass(frozen=True)
 class Stack:
-    """A stack of layers: an encoder or a decoder.
+    """A stack of layers: an encoder or a decoder."""
 
-    Attributes:
-        name: "encoder" or "decoder".
-        entry: The path of the module that takes `input_ids` or `inputs_embeds`.
-        container: The path of the innermost module around the layers.
-        depth: The number of layers that a token passes, shared ones counted each time.
-        width: The width of the hidden states.
-        causal: Whether its self-attention is causal.
-        words: The path of the word embeddings.
-        positions: The path of the absolute position embeddings; None where positions are relative or rotary.
-        position_ids: Whether the entry takes `position_ids`.
-        embedding: The word embeddings as a projection of token ids, each of which stands for a one-hot vector.
-    """
-
-    name: StackName
-    entry: str
-    container: str
-    depth: int
-    width: int
-    causal: bool
-    words: str | None = None
+    name: StackName  # "encoder" or "decoder"
+    entry: str  # the path of the module that takes `input_ids` or `inputs_embeds`
+    container: str  # the path of the innermost module around the layers
+    depth: int  # the number of layers that a token passes, shared ones counted each time
+    width: int  # the width of the hidden states
+    causal: bool  # whether its self-attention is causal
+    words: str | None = None  # the path of the word embeddings
+    # the path of the absolute position embeddings; None where positions are relative or rotary
     positions: str | None = None
-    position_ids: bool = False
+    position_ids: bool = False  # whether the entry takes `position_ids`
+    # the word embeddings as a projection of token ids, each of which stands for a one-hot vector
     embedding: Linear | None = None
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter of the model.
+    """A parameter of the model."""
 
-    Attributes:
-        name: Its name, as in `model.named_parameters()`.
-        shape: Its shape.
-        area: "embedding", "layers", "pooler", "final", "vocabulary", "head" or "other".
-        role: "norm.gain", "norm.bias", "linear.weight", "linear.bias", "embedding", "weight" or "bias".
-        layer: The index in `Anatomy.layers` of the layer that it is in; None outside of the layers.
-        aliases: Its other names, where modules share it.
-        batch_independent: Whether its module reads nothing that depends on the batch (a table of relative positions).
-        read_without_call: Whether the model reads it without calling the module that holds it.
-        computed: Whether the model's class computes it and gives it no gradient (sinusoids), so that nothing trains it.
-        tower: The part of the model that it is in, "text", "vision", "audio" or "projector" (between two of them).
-        receives_gradient: Whether it gets a gradient from the outputs of a pass on the main input alone, or in another
-            tower of one on what that tower reads. The cross-attention of a decoder without an encoder gets none, nor
-            does the last layer of a tower of which the model reads the hidden states before it.
-        quantized: How its numbers are quantised, such as "bitsandbytes nf4", so that nothing can train them; "" where
-            they are not. The shape is the shape in floating point.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    area: str
-    role: str
-    layer: int | None = None
-    aliases: tuple[str, ...] = ()
+    name: str  # its name, as in `model.named_parameters()`
+    shape: tuple[int, ...]  # its shape
+    area: str  # "embedding", "layers", "pooler", "final", "vocabulary", "head" or "other"
+    role: str  # "norm.gain", "norm.bias", "linear.weight", "linear.bias", "embedding", "weight" or "bias"
+    layer: int | None = None  # the index in `Anatomy.layers` of the layer that it is in; None outside of the layers
+    aliases: tuple[str, ...] = ()  # its other names, where modules share it
+    # whether its module reads nothing that depends on the batch (a table of relative positions)
     batch_independent: bool = False
-    read_without_call: bool = False
+    read_without_call: bool = False  # whether the model reads it without calling the module that holds it
+    # whether the model's class computes it and gives it no gradient (sinusoids), so that nothing trains it
     computed: bool = False
+    # the part of the model that it is in, "text", "vision", "audio" or "projector" (between two of them)
     tower: str = "text"
+    # whether it gets a gradient from the outputs of a pass on the main input alone, or in another tower of one on what
+    # that tower reads. The cross-attention of a decoder without an encoder gets none, nor does the last layer of a
+    # tower of which the model reads the hidden states before it.
     receives_gradient: bool = True
+    # how its numbers are quantised, such as "bitsandbytes nf4", so that nothing can train them; "" where they are not.
+    # The shape is the shape in floating point.
     quantized: str = ""
 
     @property
@@ -441,22 +368,14 @@ class Anatomy:
         for part in (part for part in self.other_towers if part.tower == tower):
             layers = [layer for layer in part.layers if not part.reaches_output(layer.path)]
             alone = sum(other.tower == tower for other in self.other_towers) == 1
-            for first, last in _consecutive(layers):
-                name = f"layer {first.index}" if first is last else f"layers {first.index} to {last.index}"
+            if layers:
+                name = f"layer{'s' if len(layers) > 1 else ''} {first_names([str(layer.index) for layer in layers], 8)}"
                 parts.append(name if alone else f"{name} of {part.tower_path}")
             inside = tuple(f"{layer.path}." for layer in layers)
             tensors = {name: t for name, t in tensors.items() if not inside or not name.startswith(inside)}
         if tensors:
             parts.append(f"{len(tensors)} {'other ' if parts else ''}tensors, such as {next(iter(tensors))}")
         return f"{', and '.join(parts)}, with {size:,} scalars, do not reach the output"
-
-    def all_norms(self) -> Iterator[tuple[Layer | None, Norm]]:
-        """Yield every norm with its layer; first the norms outside of the layers, with None."""
-        for norm in self.norms:
-            yield None, norm
-        for layer in self.layers:
-            for norm in layer.norms:
-                yield layer, norm
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as dictionaries, tuples and plain values, as `deltune inspect --json` prints it."""
@@ -465,20 +384,6 @@ class Anatomy:
     def __repr__(self) -> str:
         """Return the anatomy as a tree."""
         return "\n".join(_lines(self))
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (
-                first.stack,
-                _numbers(first, last) + (f" × {first.passes}" if first.passes > 1 else ""),
-                first.path if first is last else f"{first.path} to {last.path}",
-                ", ".join(f"{a.kind}: {a.heads or 'unknown'} heads" for a in first.attentions),
-                ", ".join(f"{'gated ' if f.gated else ''}{f.output.in_width}" for f in first.ffns),
-                ", ".join(norm.place for norm in first.norms),
-            )
-            for first, last in _runs_of_equal_layers(self.layers)
-        ]
-        return html_table(_title(self), ("stack", "layer", "path", "attentions", "FFN width", "norms"), rows)
 
 
 def _title(anatomy: Anatomy) -> str:
@@ -550,7 +455,7 @@ def _inside(value: Any, path: str) -> Any:
         is_name = field.name == "name" and isinstance(value, Tensor)
         if content is not None and (field.name in _PATHS or is_name):
             changes[field.name] = f"{path}.{content}".strip(".")
-        elif field.name in _LISTS_OF_PATHS or (field.name == "tensors" and isinstance(value, Experts)):
+        elif field.name in _LISTS_OF_PATHS:
             changes[field.name] = tuple(f"{path}.{item}" for item in content)
         else:
             changes[field.name] = _inside(content, path)
@@ -559,23 +464,8 @@ def _inside(value: Any, path: str) -> Any:
 
 def _runs_of_equal_layers(layers: Iterable[Layer]) -> list[tuple[Layer, Layer]]:
     """Return the first and the last of each run of layers that differ in their numbers and paths alone."""
-    return _runs(layers, lambda first, _, layer: (first.stack, _parts(first)) == (layer.stack, _parts(layer)))
-
-
-def _consecutive(layers: Iterable[Layer]) -> list[tuple[Layer, Layer]]:
-    """Return the first and the last of each run of layers that follow each other in one stack."""
-    return _runs(layers, lambda _, last, layer: (last.stack, last.index + 1) == (layer.stack, layer.index))
-
-
-def _runs(layers: Iterable[Layer], continues: Callable[[Layer, Layer, Layer], bool]) -> list[tuple[Layer, Layer]]:
-    """Return the first and the last of each run; `continues` compares these with the next layer."""
-    runs: list[tuple[Layer, Layer]] = []
-    for layer in layers:
-        if runs and continues(*runs[-1], layer):
-            runs[-1] = (runs[-1][0], layer)
-        else:
-            runs.append((layer, layer))
-    return runs
+    runs = [list(run) for _, run in groupby(layers, lambda layer: (layer.stack, _parts(layer)))]
+    return [(run[0], run[-1]) for run in runs]
 
 
 def _parts(layer: Layer) -> list[str]:

@@ -11,9 +11,20 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from ..methods.compositions import Composition
-from ..methods.forms.base import Form, Widths
+from ..methods.forms.base import (
+    FORM_METHOD_EXAMPLES,
+    FactorForm,
+    Form,
+    MatrixForm,
+    Place,
+    Routed,
+    TensorSpec,
+    WeightForm,
+    Widths,
+)
 from ..methods.parser import signature_text
 from ..methods.registry import GROUPS, LONG_STEPS, REGISTRY, SHORT_STEPS, VOCABULARY
+from ..methods.schedules import Schedule
 from ..methods.spec import AREAS, ROLES, SITES
 
 if TYPE_CHECKING:
@@ -53,11 +64,21 @@ def term_facts() -> dict[str, dict[str, Any]]:
 
 def base_facts() -> dict[str, dict[str, Any]]:
     """Return the same of the classes that parts of the user's own derive from, and of what they get."""
-    usages = {
-        Form: "class Wave(deltune.Form)", Composition: "class Halved(deltune.Composition)",
-        Widths: f"Widths{signature_text(Widths)}",
+    bases = {
+        Form: "", FactorForm: "factors", MatrixForm: "matrix", WeightForm: "weight", Routed: "weights",
+        Composition: "", Schedule: "",
     }  # fmt: skip
-    return {kind.__name__: {**_facts(kind.__name__, kind), "usage": usage} for kind, usage in usages.items()}
+    usages: dict[type, str] = {
+        base: f"class Mine(deltune.{base.__name__})" + (f":\n    {FORM_METHOD_EXAMPLES[writes]}" if writes else "")
+        for base, writes in bases.items()
+    }
+    usages |= {kind: f"{kind.__name__}{signature_text(kind)}" for kind in (Widths, TensorSpec)}
+    usages[Place] = "at: deltune.Place"
+    facts = {kind.__name__: {**_facts(kind.__name__, kind), "usage": usage} for kind, usage in usages.items()}
+    for kind in (Place, Schedule):
+        members = {n: inspect.getdoc(m) or "" for n, m in vars(kind).items() if n == "__call__" or n[0] != "_"}
+        facts[kind.__name__]["text"] += "\n" + "".join(f"\n{n}: {text.splitlines()[0]}" for n, text in members.items())
+    return facts
 
 
 def _facts(name: str, make: Callable[..., Any]) -> dict[str, Any]:

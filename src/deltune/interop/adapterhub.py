@@ -29,7 +29,7 @@ from .base import (
     UnusedTensors,
     locations_or_none,
     method_from_pieces,
-    tensors_by_file_name,
+    tensors_by_deltune_name,
 )
 
 ACTIVATION_NAMES = {
@@ -272,7 +272,7 @@ def read_adapterhub(anatomy: Anatomy, folder: ForeignFolder, relative: bool = Fa
         unused.check(folder.where, [str(error)])
         raise
     unused.check(folder.where)
-    tensors = tensors_by_file_name(anatomy, method, [piece for part in parts for piece in part.pieces])
+    tensors = tensors_by_deltune_name(anatomy, method, [piece for part in parts for piece in part.pieces])
     return Translation(method, tensors, _read_head(anatomy, folder), _read_labels(folder))
 
 

@@ -437,7 +437,9 @@ def _scoped_candidates(anatomy: Anatomy, modification: Modification, names: set[
                     yield replace(modification, stack=stack, attention=kind, layers=(index,))
 
 
-def tensors_by_file_name(anatomy: Anatomy, method: Method, pieces: Sequence[PlacedTensors]) -> dict[str, torch.Tensor]:
+def tensors_by_deltune_name(
+    anatomy: Anatomy, method: Method, pieces: Sequence[PlacedTensors]
+) -> dict[str, torch.Tensor]:
     """Return the tensors of the pieces by their names in our files."""
     by_place = {(piece.modification, piece.place.name): piece for piece in pieces}
     tensors: dict[str, torch.Tensor] = {}

@@ -22,7 +22,7 @@ from .base import (
     linears_at,
     method_from_pieces,
     rows_of_columns,
-    tensors_by_file_name,
+    tensors_by_deltune_name,
 )
 from .peft_table import GLOBAL_PREFIX, PATTERNS, Row, companion_rows, frod_tensors, options_of_module, unilora_entries
 
@@ -69,7 +69,7 @@ class ProjectionReader:
             problems = self.problems or [self._other_model()]
             raise DeltuneError(f"{self.row.kind}: {'; '.join(first_of(problems, 3))}")
         method = self._method()
-        tensors = tensors_by_file_name(self.anatomy, method, self.pieces)
+        tensors = tensors_by_deltune_name(self.anatomy, method, self.pieces)
         return method, tensors | self._shared_tensors(method, known)
 
     def _other_model(self) -> str:

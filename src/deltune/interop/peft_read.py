@@ -36,7 +36,7 @@ from .base import (
     method_selecting,
     methods_selecting,
     rows_of_columns,
-    tensors_by_file_name,
+    tensors_by_deltune_name,
 )
 from .peft_projections import MethodAndTensors, ProjectionReader, sites_by_path
 from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, OTHERS, PROMPTS, check_options, row_of, trains_biases
@@ -305,7 +305,7 @@ def _read_ia3(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensor
     if not pieces:
         raise DeltuneError("no tensor ia3_l of a module that this model has")
     method = method_from_pieces(anatomy, pieces, [ia3])
-    return method, tensors_by_file_name(anatomy, method, pieces)
+    return method, tensors_by_deltune_name(anatomy, method, pieces)
 
 
 def _read_norms(anatomy: Anatomy, options: Mapping[str, Any], unused: UnusedTensors) -> MethodAndTensors:
@@ -518,7 +518,7 @@ def _read_adaption(
     layers = tuple(int(piece.place.name.split(".")[1]) for piece in pieces)
     candidates = [lambda: prefix(length, gate=False), lambda: prefix(length, gate=False, layers=layers)]
     method = method_from_pieces(anatomy, pieces, candidates)
-    return method, tensors_by_file_name(anatomy, method, pieces)
+    return method, tensors_by_deltune_name(anatomy, method, pieces)
 
 
 _READERS: dict[str, Callable[[Anatomy, Mapping[str, Any], UnusedTensors], MethodAndTensors]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -16,6 +15,7 @@ from ..anatomy.offloading import loaded_devices, offloaded_tensors
 from ..anatomy.skeleton import base_tensors
 from ..anatomy.types import Anatomy
 from ..errors import DeltuneError
+from ..files import number_of_bytes
 from .counting import count_resolved, format_bytes
 from .resolve import ResolvedMethod
 from .spec import Method
@@ -25,13 +25,6 @@ LIMIT_VARIABLE = "DELTUNE_MEMORY_LIMIT"
 
 NEGLIGIBLE_BYTES = 4 << 20
 """A method that needs at most this is attached without reading the free memory, which takes longer than attaching."""
-
-UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)},
-    **{f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)},
-}
 
 
 def needed_bytes(anatomy: Anatomy, resolved: ResolvedMethod, scalar_bytes: int, copies: int = 1) -> int:
@@ -106,11 +99,11 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Return a number of bytes that is written as such, or with a unit as in 8GiB."""
-    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([A-Z]{0,3})", text.strip().upper())
-    if match is None or match[2] not in UNITS:
-        raise DeltuneError(f"{option}={text!r}: give a number of bytes, or one with a unit such as 8GiB")
-    return int(float(match[1]) * UNITS[match[2]])
+    """Return the number of bytes that an option says."""
+    try:
+        return number_of_bytes(text)
+    except ValueError as error:
+        raise DeltuneError(f"{option}={text!r}: {error}") from None
 
 
 def _limit(devices_of_model: set[torch.device]) -> tuple[int | None, str]:

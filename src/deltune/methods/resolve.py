@@ -8,12 +8,15 @@ from typing import Any
 
 from ..anatomy.types import Anatomy, Norm, Tensor, is_inside
 from ..errors import DeltuneError, error_from_problems, excerpt
-from .forms.base import Specs, WeightForm
+from .forms.base import Form, Specs, TensorSpec, WeightForm
 from .forms.checks import check_form
 from .forms.prompt import Prompt
 from .masks import Mask, MaskGroup, RowMask, split_budget
 from .sites import Location, ModuleSide, resolve_locations, select_layers
 from .spec import MaskedMethod, Method, Modification, NamedMethod, Selection
+
+START = "~start"
+"""How the name of a buffer ends that holds the initial values of a tensor under a mask."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,29 @@ class ResolvedEdit:
         """Whether something is trained that is not saved, from which the saved tensors are computed."""
         return any(spec.trained and not spec.saved for spec in self.tensors.values())
 
+    @property
+    def starts(self) -> Specs:
+        """The buffers of initial values, which entries that a mask leaves out keep.
+
+        Parts of the library say what such entries are (`fill_untrained`); those of the user's own do not need to.
+        """
+        form, compose, widths = self.modification.form, self.modification.compose, self.place.widths
+        if self.mask is None:
+            return {}
+        kept = compose.tensors(widths) if compose.is_own else {}
+        if form.is_own and type(form).fill_untrained is Form.fill_untrained:
+            kept = kept | form.tensors(widths)
+        product = form.mask_factors(widths) or (0, (), ())
+        factors = {factor.leaf for side in product[1:] for factor in side}
+        return {
+            f"{name}{START}": TensorSpec(spec.shape, trained=False, shared=spec.shared)
+            for name, spec in kept.items()
+            if spec.trained and spec.saved and name not in factors
+        }
+
     def own_tensors(self, folded: bool) -> Specs:
         """Return the tensors that a delta holds for this place alone."""
-        unshared = {name: spec for name, spec in self.tensors.items() if not spec.shared}
+        unshared = {name: spec for name, spec in (self.tensors | self.starts).items() if not spec.shared}
         if not self.is_reparameterised:
             return unshared
         return {n: replace(s, trained=True) for n, s in unshared.items() if (s.saved if folded else s.trained)}
@@ -90,7 +113,7 @@ class ResolvedMethod:
         """Return the tensors that several places share, by owner and name."""
         shared: dict[str, Specs] = {}
         for edit in self.edits:
-            for name, spec in edit.tensors.items():
+            for name, spec in (edit.tensors | edit.starts).items():
                 if spec.shared and not (folded and spec.trained and not spec.saved):
                     of_owner = shared.setdefault(edit.owner(spec.shared), {})
                     other = of_owner.get(name, spec)
@@ -138,7 +161,8 @@ def resolve(anatomy: Anatomy, method: Method, base_size: Callable[[], int]) -> R
         plans.append(term_plan)
     problems = problems or list(_conflicts(plans, method.terms))
     if problems:
-        raise error_from_problems(f"{method!r} cannot be had on {anatomy.model}", problems)
+        once = [problem.removeprefix(f"{method!r}: ") for problem in problems]
+        raise error_from_problems(f"{method!r} cannot be had on {anatomy.model}", once)
     selected = {t.name: t for plan in plans for t in plan.selected}
     masked = {t.name: (t, mask) for plan in plans for t, mask in plan.masked}
     resolved = ResolvedMethod(
@@ -425,7 +449,7 @@ def _selected_in_tower(
     whole = selection.layers == "all" and not anatomy.layers
     chosen_layers = [] if whole else select_layers(anatomy, selection.layers, selection.stack)
     layers = {anatomy.layers.index(layer) for layer in chosen_layers}
-    norms = {norm.path: norm for _, norm in anatomy.all_norms()}
+    norms = {norm.path: norm for norm in (*anatomy.norms, *(n for layer in anatomy.layers for n in layer.norms))}
     tensors = []
     for tensor in candidates:
         if (

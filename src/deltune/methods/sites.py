@@ -272,11 +272,12 @@ def _with_reading(location: Location, modification: Modification) -> Location:
     """Return the place of an edit: the form reads x (parallel) or h (sequential), and a gate reads x in either case."""
     form, of_input = modification.form, modification.insertion == "input"
     if (form.reads_weight and location.linear is None and location.weight is None) or (
-        of_input and location.linear is None
+        of_input and (location.linear is None or location.widths.lookup)
     ):
         raise DeltuneError(f"{form!r} acts at a projection, and {location.name} is none: take {', '.join(PROJECTIONS)}")
     everywhere = modification.positions == ALL
-    if of_input or (everywhere and isinstance(form, WeightForm) and form.through_weight):
+    changes_weight = isinstance(form, WeightForm) and form.through_weight and modification.insertion == "parallel"
+    if of_input or (everywhere and changes_weight):
         location = _weight_or_input(location, modification)
     if not everywhere and (location.target.side not in ("input", "output") or location.widths.lookup):
         raise DeltuneError(f"positions={modification.positions!r} choose tokens, which {location.name} does not read")

@@ -20,8 +20,9 @@ from ..anatomy.types import html_table
 from ..errors import DeltuneError, check_choice, error_from_problems, unknown_name
 from .compositions import Add, Composition, Scale, SigmoidGate
 from .forms.attention import Prefix
-from .forms.base import Form, Routed, check_form_class, check_frozen, refuse_sum
+from .forms.base import Form, MatrixForm, Routed, check_form_class, check_frozen, refuse_sum
 from .forms.hidden import Vector
+from .forms.orthogonal import Rotation
 from .other_names import hint_for_site
 from .parser import (
     argument_types,
@@ -211,9 +212,17 @@ class Modification(Method):
             raise DeltuneError(f"{form} acts at site {SITES_FOR_NEED[needs][0]!r}, not at {self.site!r}")
         if self.site == "hidden_states" and needs != "states":
             raise DeltuneError(f"{form} cannot act at site {self.site!r}: it changes hidden states at one point")
+        of_weight = self.form.reads_weight and not isinstance(self.form, MatrixForm)
+        possible = ("parallel", "input") if isinstance(self.form, Rotation) else ("parallel",)
+        if of_weight and self.insertion not in possible:
+            raise DeltuneError(
+                f"{form} is computed from the weight of a projection, and so reads what the projection reads: give "
+                f"insertion={possible[-1]!r}"
+            )
         if self.site == "embedding" and needs == "hidden" and self.insertion == "parallel":
             if not self.form.reads_ids:
-                raise DeltuneError(f"the embedding reads token ids, which {form} cannot: give insertion='sequential'")
+                advice = "choose another site" if of_weight else "give insertion='sequential'"
+                raise DeltuneError(f"the embedding reads token ids, which {form} cannot: {advice}")
             if self.compose.reads_x:
                 raise DeltuneError(f"the embedding reads token ids, which {self.compose!r} cannot read")
         if self.site in ("norm", "ffn_inner") and self.insertion != "sequential":

@@ -47,7 +47,7 @@ from .model_methods import METHODS, WHOLE_MODEL_METHODS
 from .model_state import ModelState, claim_modules, refuse_shared_modules
 from .modules import BasePlace, Delta, Edit, HeadLabels
 from .offloading import follow_offloading, leave_offloading, refuse_offloaded
-from .pass_manager import PassManager, Scope, choose_here, current_scope, reset_after_fork, run_to_completion
+from .pass_manager import PassManager, Scope, choose_here, current_scope, reset_after_fork, retry_if_interrupted
 from .pooling import without_pooler
 from .prompts import check_takes_prompts
 from .row_assignment import Names, RowAssignment, Use, checked_names, each_name, head_of, owning_modules
@@ -273,7 +273,7 @@ class Attached:
             self.state.check_slots(chosen if isinstance(chosen, str) else None)
             use = Use(chosen, train=trained, head=head if len(some) > 1 else None)
             self.assign(use)  # raises before anything has changed
-            run_to_completion(lambda: self._use(use))
+            retry_if_interrupted(lambda: self._use(use))
 
     def _use(self, use: Use) -> None:
         self._choose(use)
@@ -344,7 +344,7 @@ class Attached:
     def shares_rows(self, name: str) -> bool:
         """Return whether some rows of a batch can use a delta while others do not, as `Tuned.rows` needs it."""
         with self.state.mutex:
-            facts = self.passes.delta_cache.of(name)
+            facts = self.passes.delta_cache.facts_of(name)
         return not facts.shared and not facts.not_by_row
 
     # -- attaching
@@ -476,7 +476,7 @@ class Attached:
             self.passes.refuse_in_other_scopes("detach", removed)
             if self.passes.default_assignment.used.deltas.intersection(removed):
                 self.state.check_slots(None)
-            model: PreTrainedModel = run_to_completion(lambda: self._detach(removed))
+            model: PreTrainedModel = retry_if_interrupted(lambda: self._detach(removed))
             return model
 
     def _detach(self, names: Sequence[str]) -> Any:
@@ -529,7 +529,7 @@ class Attached:
             same = {*each_name(chosen)} == {*each_name(used.names)}
             merge, labels = self.plan_merge(chosen, head or (used.head if same else None), dequantize, pooled)
             model = self.model
-            run_to_completion(lambda: self._put_merged(model, merge, labels))
+            retry_if_interrupted(lambda: self._put_merged(model, merge, labels))
         return model, merge.warning
 
     def plan_merge(

@@ -26,7 +26,9 @@ Identity = tuple[tuple[Any, ...], ...]
 
 def identity_of(prompts: Sequence[tuple[DeltaRows, Sequence[Edit]]]) -> Identity:
     """Return the identity of the prompts of a pass."""
-    return tuple((group.share, *(_NAMES.setdefault(e, uuid.uuid4().hex) for e in edits)) for group, edits in prompts)
+    return tuple(
+        (group.partial_rows, *(_NAMES.setdefault(e, uuid.uuid4().hex) for e in edits)) for group, edits in prompts
+    )
 
 
 class CachedSoftPrompt:

@@ -28,7 +28,7 @@ from ..interop.base import (
     method_from_pieces,
     methods_selecting,
     rows_of_columns,
-    tensors_by_file_name,
+    tensors_by_deltune_name,
     without_scope,
 )
 from ..methods.forms.base import FactorForm, check_positive
@@ -587,7 +587,7 @@ def shortest_method(
     terms = [*method_from_pieces(anatomy, pieces, candidates).terms] if pieces else []
     terms = [*terms, *methods_selecting(anatomy, owned), *others] or [head_alone()]
     method = terms[0] if len(terms) == 1 else MethodSum(tuple(terms))
-    return method, tensors_by_file_name(anatomy, method, pieces)
+    return method, tensors_by_deltune_name(anatomy, method, pieces)
 
 
 def _is_product(edit: Edit) -> bool:

@@ -79,7 +79,7 @@ class HardConcreteGates(UncalledModule):
         start, stop = self.starts[number], self.starts[number + 1]
         if self.training and not self.folded:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self.watch_of_advance.see_step(self.delta)
+                self.watch_of_advance.check_advanced(self.delta)
             logits = self.gate[start:stop] * PACE
             noise = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
             z = self._gate((torch.logit(noise) + logits) / BETA)

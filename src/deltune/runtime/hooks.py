@@ -97,7 +97,7 @@ class ForwardEntry:
                 "adapter_names is an argument of PEFT's models. Here it is: with tuned.rows([…]): model(…)"
             )
         forward_pass = passes.begin(arguments)
-        output = passes.run_in(forward_pass, self.call_original, args, kwargs)
+        output = passes.run_and_end(forward_pass, self.call_original, args, kwargs)
         called = forward_pass.called_vocabulary or passes.compiled_pass.called_vocabulary
         if passes.vocabulary is not None and not self.path and not called:
             _refuse_if_edited(passes.vocabulary, forward_pass.assignment)

@@ -144,7 +144,8 @@ def merged_weights(
                 values |= {names[leaf]: tensor for leaf, tensor in _fold(edit, change, before).items()}
     if reasons:
         methods = " + ".join(repr(delta.method) for delta in deltas)
-        raise error_from_problems(f"{methods} cannot be merged into the weights", list(reasons))
+        once = [reason.removeprefix(methods).lstrip(": ") for reason in reasons]
+        raise error_from_problems(f"{methods} cannot be merged into the weights", once)
     return values
 
 

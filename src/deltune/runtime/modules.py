@@ -20,10 +20,11 @@ from ..anatomy.types import Columns
 from ..compat import UncalledModule, buffers_of, parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import SigmoidGate
-from ..methods.forms.base import Form, Place, Shapes, Specs, WeightForm, WeightPlace
+from ..methods.forms.base import Form, Place, Specs, WeightForm, WeightPlace
+from ..methods.forms.checks import initialize_own
 from ..methods.forms.low_rank import LowRank
 from ..methods.positions import ALL
-from ..methods.resolve import ResolvedEdit, ResolvedMethod
+from ..methods.resolve import START, ResolvedEdit, ResolvedMethod
 from ..methods.schedules import Schedule
 from ..methods.sites import Location
 from ..methods.spec import Method, Modification
@@ -99,29 +100,37 @@ class TensorTable(UncalledModule):
         return {key.removeprefix("of_"): cast("SparseParameter", part) for key, part in (self.sparse or {}).items()}
 
     def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the first entries of a tensor in each axis; under a mask it is 0 at all other entries."""
+        """Return the first entries of a tensor in each axis; a mask leaves the initial values of the others, or 0."""
         sparse = self.sparse_parameters().get(name)
         if sparse is None:
             tensor = self.own_tensors()[name]
         else:
-            tensor = sparse.apply_to_parameter(sparse.values.new_zeros(sparse.shape))
+            start = self.own_tensors().get(f"{name}{START}")
+            tensor = sparse.apply_to_parameter(sparse.values.new_zeros(sparse.shape) if start is None else start)
         return tensor if tensor.shape == shape else tensor[tuple(map(slice, shape))]
 
     def dense_tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that initial values are written to, those under a mask as new dense ones."""
-        masked = {name: torch.empty(sparse.shape) for name, sparse in self.sparse_parameters().items()}
-        return {n: t for n, t in (self.own_tensors() | masked).items() if self.specs[n].seed is None}
+        masked = {name: sparse.values.new_empty(sparse.shape) for name, sparse in self.sparse_parameters().items()}
+        tensors = self.own_tensors() | masked
+        return {n: t for n, t in tensors.items() if self.specs[n].seed is None and not n.endswith(START)}
 
-    def keep_masked(self, dense: Mapping[str, torch.Tensor]) -> None:
-        """Take the trained entries of the tensors under a mask from dense ones."""
+    def initialize_sparse(self, dense: Mapping[str, torch.Tensor]) -> None:
+        """Take the initial values of the tensors under a mask from dense ones."""
+        own = self.own_tensors()
         for name, sparse in self.sparse_parameters().items():
             sparse.initialize(dense[name])
+            if (start := own.get(f"{name}{START}")) is not None:
+                start.copy_(dense[name])
 
-    def draw(self, draw: Callable[[Shapes, torch.Generator], Mapping[str, torch.Tensor]]) -> None:
+    def draw_seeded(self, form: Form) -> None:
         """Fill the buffers that have a seed; buffers of one seed are drawn together."""
         for seed in {spec.seed for spec in self.specs.values()} - {None}:
             shapes = {name: spec.shape for name, spec in self.specs.items() if spec.seed == seed}
-            for name, value in draw(shapes, torch.Generator().manual_seed(cast("int", seed))).items():
+            drawn = form.draw(shapes, torch.Generator().manual_seed(cast("int", seed)))
+            if (given := {name: tuple(value.shape) for name, value in drawn.items()}) != shapes:
+                raise DeltuneError(f"{form!r}: draw returns tensors of the shapes {given}, and was asked for {shapes}")
+            for name, value in drawn.items():
                 self.own_tensors()[name].copy_(value)
 
     def tensors_to_save(self) -> dict[str, torch.Tensor]:
@@ -332,10 +341,22 @@ class Edit(TensorTable):
     def initialize(self, at: Place | None, shared: Mapping[str, torch.Tensor]) -> None:
         """Set the initial values of the form's and the composition's tensors."""
         with torch.no_grad():
-            dense = {**self.dense_tensors(), **shared}
-            self.form.initialize({n: t for n, t in dense.items() if n not in self.composition_names}, at)
-            self.modification.compose.initialize({n: t for n, t in dense.items() if n in self.composition_names})
-            self.keep_masked(dense)
+            dense, compose, names = (
+                {**self.dense_tensors(), **shared},
+                self.modification.compose,
+                self.composition_names,
+            )
+            of_form = {n: t for n, t in dense.items() if n not in names}
+            of_compose = {n: t for n, t in dense.items() if n in names}
+            if self.form.is_own:
+                initialize_own(self.form, of_form, self.place.widths, lambda: self.form.initialize(of_form, at))
+            else:
+                self.form.initialize(of_form, at)
+            if compose.is_own:
+                initialize_own(compose, of_compose, self.place.widths, lambda: compose.initialize(of_compose))
+            else:
+                compose.initialize(of_compose)
+            self.initialize_sparse(dense)
 
     def set_initial_value(self, name: str, value: torch.Tensor) -> None:
         sparse = self.sparse_parameters().get(name)
@@ -349,12 +370,14 @@ class Edit(TensorTable):
         tensors = self.own_tensors()
         if self.is_masked:
             sparse = self.sparse_parameters()
-            untrained = {name: part.values.new_empty(part.shape) for name, part in sparse.items()}
+            starts = {n.removesuffix(START): tensors.pop(n) for n in [*tensors] if n.endswith(START)}
+            filled = {n: part.values.new_empty(part.shape) for n, part in sparse.items() if n not in starts}
             names = self.composition_names
             with torch.no_grad():
-                self.form.fill_untrained({n: t for n, t in untrained.items() if n not in names}, tensors)
-                self.modification.compose.initialize({n: t for n, t in untrained.items() if n in names})
-            tensors |= {name: part.apply_to_parameter(untrained[name]) for name, part in sparse.items()}
+                self.form.fill_untrained({n: t for n, t in filled.items() if n not in names}, tensors)
+                if of_compose := {n: t for n, t in filled.items() if n in names}:
+                    self.modification.compose.initialize(of_compose)
+            tensors |= {name: part.apply_to_parameter((starts | filled)[name]) for name, part in sparse.items()}
         tensors |= {name: table.get(name, shape) for name, (table, shape) in self.shared.items()}
         return {n: t for n, t in tensors.items() if (n not in self.composition_names) == of_form}
 
@@ -515,7 +538,7 @@ class Delta(nn.Module):
         """Draw the buffers that have a seed and are not saved."""
         with torch.no_grad():
             for table, edit in self._tables().items():
-                table.draw(edit.form.draw)
+                table.draw_seeded(edit.form)
 
     def _tables(self) -> dict[TensorTable, Edit]:
         """Return every table of tensors with the first edit that uses it."""
@@ -534,7 +557,7 @@ class Delta(nn.Module):
             shared = {name: t for table in tables for name, t in table.dense_tensors().items() if name in edit.shared}
             edit.initialize(place_of(edit), shared)
             for table in tables:
-                table.keep_masked(shared)
+                table.initialize_sparse(shared)
 
     def tensors_to_save(self) -> dict[str, torch.Tensor]:
         """Return all tensors except its values of the model's own, by their names in the saved file."""

@@ -67,7 +67,7 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 @torch.no_grad()
 def _leaves_answers(model: PreTrainedModel, side: Side, generated: bool = False) -> bool:
     """Try the base model on two rows of different lengths, in one batch and each in a batch of its own."""
-    rows, handle = ordinary_rows(model), find_tuned(model)
+    rows, handle = probe_rows(model), find_tuned(model)
     score = _generated_scores if generated else _scores
     with eval_mode(model), contextlib.nullcontext() if handle is None else handle.disable():
         try:
@@ -88,7 +88,7 @@ def _leaves_answers(model: PreTrainedModel, side: Side, generated: bool = False)
     return True
 
 
-def ordinary_rows(model: PreTrainedModel) -> list[list[int]]:
+def probe_rows(model: PreTrainedModel) -> list[list[int]]:
     """Return two rows of ordinary tokens; of an encoder-decoder with the end, which BART's classifiers look for."""
     config = model.config.get_text_config()
     names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "decoder_start_token_id")

@@ -89,7 +89,7 @@ class Scope:
         return tuple(carried for carried in entered if carried is not self.carried and not carried.is_dropped)
 
     def __exit__(self, *exception: object) -> None:
-        run_to_completion(self._leave)
+        retry_if_interrupted(self._leave)
 
     def _leave(self) -> None:
         _change_entered(self._others)
@@ -232,7 +232,7 @@ def open_scopes_here() -> set[Scope]:
     return {carried.scope for carried in (*_SCOPES.get(), *_thread.scopes) if carried.scope is not None}
 
 
-def run_to_completion(change: Callable[[], T]) -> T:
+def retry_if_interrupted(change: Callable[[], T]) -> T:
     """Run a change whose steps may be repeated; if it is interrupted, finish it before the exception goes on."""
     try:
         return change()
@@ -372,7 +372,7 @@ class PassManager:
             return function(*args, **kwargs)
         again = self.begin({}, assignment)
         again.facts = facts
-        return self.run_in(again, function, args, kwargs)
+        return self.run_and_end(again, function, args, kwargs)
 
     def generate(
         self, generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], in_threads: bool = False
@@ -381,7 +381,7 @@ class PassManager:
         self.assignment_of_new_pass().check_prompts(args, kwargs)
         whole = self.begin({}, in_threads=in_threads)
         whole.generates = True
-        return self.run_in(whole, generate, args, kwargs)
+        return self.run_and_end(whole, generate, args, kwargs)
 
     def run_reader(self, reader: Callable[[], T]) -> T:
         """Call `reader` with the tensors and labels of what is in use here in the model; no thread can move them.
@@ -401,13 +401,13 @@ class PassManager:
         carried = carried_scope(self)
         forward_pass = ForwardPass(self, self.default_assignment, carried, innermost_pass())
         self._admit(forward_pass, lambda: self._choose(carried))
-        result: T = self.run_in(forward_pass, read_locked, (), {})
+        result: T = self.run_and_end(forward_pass, read_locked, (), {})
         return result
 
     def begin(
         self, arguments: dict[str, Any], assignment: RowAssignment | None = None, in_threads: bool = False
     ) -> ForwardPass:
-        """Begin a pass as soon as the model holds the tensors that it needs; end it by `run_in`."""
+        """Begin a pass as soon as the model holds the tensors that it needs; end it by `run_and_end`."""
         carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
         facts = {name: fact for of, some in _CONDITIONS.get() if of() is self for name, fact in some.items()}
         if assignment is None and outer is not None and outer.scope is carried:
@@ -469,7 +469,7 @@ class PassManager:
     def _place(self, assignment: RowAssignment) -> None:
         self.state.place(assignment.placed_delta, assignment.labels)
 
-    def run_in(
+    def run_and_end(
         self, forward_pass: ForwardPass, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Call a function inside a pass that has begun, then end the pass."""
@@ -478,7 +478,9 @@ class PassManager:
         try:
             return run_in_pass(forward_pass, call, args, kwargs)
         finally:
-            run_to_completion(lambda: self._end(forward_pass))  # interrupted, others would wait forever for this pass
+            retry_if_interrupted(
+                lambda: self._end(forward_pass)
+            )  # interrupted, others would wait forever for this pass
 
     def _end(self, forward_pass: ForwardPass) -> None:
         with self.lock.mutex:
@@ -501,7 +503,7 @@ class PassManager:
                 self._place(forward_pass.assignment)
                 return run_in_pass(forward_pass, call, args, kwargs)
             finally:
-                run_to_completion(lambda: self.state.place(*before))
+                retry_if_interrupted(lambda: self.state.place(*before))
 
     # -- attention
 

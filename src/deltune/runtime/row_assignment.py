@@ -488,7 +488,7 @@ class DeltaCache:
             if any(delta in deltas for deltas in stack.number_of):
                 del self.stacks[place]
 
-    def of(self, name: str) -> DeltaFacts:
+    def facts_of(self, name: str) -> DeltaFacts:
         delta, anatomy = self.state.delta(name), self.anatomy
         if delta not in self._of:
             names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
@@ -552,7 +552,7 @@ def _together(
     make = partial(DeltaRows, tuple(deltas.values()), rows, size, frozen=frozen)
     if len(some) == 1:
         delta = deltas[some[0]]
-        return make(overrides=cache.of(some[0]).overrides, pooling=delta.pooling), delta.labels
+        return make(overrides=cache.facts_of(some[0]).overrides, pooling=delta.pooling), delta.labels
     answering = head_of(some, deltas, head)
     problems = list(edit_conflicts(edit for name in some for edit in deltas[name].planned.edits))
     values: dict[tuple[nn.Module, str], list[Callable[[], torch.Tensor]]] = {}
@@ -565,7 +565,7 @@ def _together(
                 f"{name!r} ({delta.method!r}) trains {first_names(directly, 2)}, which the model reads directly and "
                 "not by calling its module: merge it, and load the others on the merged model"
             )
-        for module, getters in cache.of(name).overrides.items():
+        for module, getters in cache.facts_of(name).overrides.items():
             for leaf, value in getters.items():
                 if name == answering or (module, leaf) not in of_head:
                     values.setdefault((module, leaf), []).append(value)
@@ -593,7 +593,7 @@ def _group_rows(use: Use, cache: DeltaCache) -> tuple[list[DeltaRows], list[Head
     groups: list[DeltaRows] = []
     labels: list[HeadLabels | None] = []
     for name in dict.fromkeys(name for names in unique for name in each_name(names)):
-        delta, facts = cache.state.delta(name), cache.of(name)
+        delta, facts = cache.state.delta(name), cache.facts_of(name)
         shared = facts.shared
         if facts.not_by_row and not shared:
             problems.append(

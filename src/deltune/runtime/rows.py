@@ -100,7 +100,7 @@ class DeltaRows:
         return _made_once(self._indices, size, device, lambda: torch.tensor([*positions], device=device))
 
     @property
-    def share(self) -> tuple[int, ...] | None:
+    def partial_rows(self) -> tuple[int, ...] | None:
         """The batch's number of rows, then the rows that use the delta; None where all do."""
         return None if self.rows is None or len(self.rows) == self.batch_size else (self.batch_size, *self.rows)
 

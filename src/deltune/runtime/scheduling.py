@@ -26,7 +26,7 @@ class AdvanceWatch:
         self.advanced = False
         self.version: int | None = None
 
-    def see_step(self, parameter: torch.Tensor) -> None:
+    def check_advanced(self, parameter: torch.Tensor) -> None:
         """Take note that a parameter trains, whose version an optimizer raises."""
         version = tensor_version(parameter)
         if not self.advanced and self.version not in (None, version):
@@ -48,7 +48,7 @@ class _PenaltyGradient:
         self.state.trained = True
         first = next(iter(self.state.parameters_at(0).items()))
         if key == (0, first[0]):
-            self.state.watch_of_advance.see_step(first[1])
+            self.state.watch_of_advance.check_advanced(first[1])
         if key in self.state.missing:
             self.state.missing.discard(key)
             gradient = gradient + self.state.penalty_gradient(*key)

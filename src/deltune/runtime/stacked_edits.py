@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from ..compat import is_plain_inference
 from ..methods.forms.base import TwoLayers
 from ..methods.positions import ALL
-from ..methods.registry import FORMS
 from .modules import Delta, Edit
 from .rows import AssignmentCache, DeltaRows, KeptByRow
 
@@ -39,7 +38,7 @@ kind are no part of a stack."""
 
 def _stage(edit: Edit) -> int:
     """Return the stage of an edit. A user's own form may override anything, and is part of no stack."""
-    if type(edit.form) not in FORMS:
+    if edit.form.is_own:
         return _OTHER
     if edit.only_scales():
         return _FACTOR
@@ -106,7 +105,7 @@ class _Product:
         # whether zeros in place of other deltas' values remove all that these add
         self.is_finite = bool(self.up.isfinite().all())
 
-    def before_up(self, u: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    def split_at_up(self, u: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         """Return m ⊙ f(u Dᵀ + d); `others` says for each row which ranks are not its own."""
         inner = F.linear(u.to(self.down.dtype), self.down, self.down_bias)
         for name, columns in self.activations:
@@ -226,7 +225,7 @@ class StackedEdits:
         self, stack: EditStack, h: torch.Tensor, product: _Product, u: torch.Tensor, in_place: bool
     ) -> torch.Tensor:
         owners = self._by_row(product, stack, product.others, u)
-        inner = product.before_up(u, owners).flatten(0, -2)
+        inner = product.split_at_up(u, owners).flatten(0, -2)
         if in_place and h.is_contiguous():
             h.view(-1, h.shape[-1]).addmm_(inner, product.up)
         else:

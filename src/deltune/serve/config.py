@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,22 +9,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from ..config import MAX_COUNT, CommaSeparated, Layout, Section, option
-from ..errors import error_from_problems, excerpt, validation_problems
+from ..errors import error_from_problems, validation_problems
+from ..files import number_of_bytes
 
 MAX_INPUTS = 2**16
 """Texts that a server can be told to take in one request."""
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-
-
-def _parse_bytes(value: Any) -> Any:
-    """Turn "512MiB" or "2 GB" into a number of bytes; leave other values alone."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", value, re.IGNORECASE) if isinstance(value, str) else None
-    if match is None:
-        return value
-    unit = match[2].lower().removesuffix("b")
-    if unit not in UNITS:
-        raise ValueError(f"unknown unit {excerpt(match[2])}. Known: B, KB, MB, GB, KiB, MiB and GiB")
-    return math.floor(float(match[1]) * UNITS[unit])
 
 
 def _refuse_bool(value: Any) -> Any:
@@ -37,8 +24,9 @@ def _refuse_bool(value: Any) -> Any:
 
 
 REFUSE_BOOL = BeforeValidator(_refuse_bool)
-Bytes = Annotated[int, BeforeValidator(_parse_bytes), REFUSE_BOOL, Field(ge=1, le=2**50)]
-BytesOrNone = Annotated[int, BeforeValidator(_parse_bytes), REFUSE_BOOL, Field(ge=0, le=2**50)]
+BYTES = BeforeValidator(lambda value: number_of_bytes(value) if isinstance(value, str) else value)
+Bytes = Annotated[int, BYTES, REFUSE_BOOL, Field(ge=1, le=2**50)]
+BytesOrNone = Annotated[int, BYTES, REFUSE_BOOL, Field(ge=0, le=2**50)]
 Names = Annotated[tuple[str, ...], CommaSeparated]
 Size = Annotated[int, REFUSE_BOOL, Field(ge=1, le=MAX_COUNT)]
 Seconds = Annotated[float, REFUSE_BOOL, Field(gt=0, le=10**7, allow_inf_nan=False)]

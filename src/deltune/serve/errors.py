@@ -20,7 +20,7 @@ class NameTaken(DeltuneError):
 class QueueFull(DeltuneError):
     """Too many requests wait, of all tenants or of this one. `retry_after` is in seconds."""
 
-    def __init__(self, message: str, retry_after: float) -> None:
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:  # a copy in another process sets it later
         super().__init__(message)
         self.retry_after = retry_after
 

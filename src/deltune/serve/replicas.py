@@ -24,7 +24,7 @@ from typing import Any
 from ..errors import DeltuneError, check_extra, error_summary
 from .config import ServeConfig
 from .engine.requests import Answer, DeltaInfo, EngineStats, Request, Task, TokenChoice
-from .errors import UNANSWERED, EngineClosed, InvalidRequest, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
+from .errors import UNANSWERED, EngineClosed, QueueFull, ReplicaLost, RequestTimeout, UnknownDelta
 from .loading import deltas_folder
 
 logger = logging.getLogger("deltune.serve")
@@ -41,25 +41,6 @@ MAX_REPLICAS = 1000
 """Replicas whose tokens are known to the front; those that have ended are forgotten beyond."""
 LOCKS = 64
 """Locks among which names of deltas are divided, one of which is held while a delta is loaded or taken out."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error of a replica as a value: an exception with arguments of its own does not survive the way here."""
-
-    kind: str  # the name of the class
-    message: str  # what it says
-    retry_after: float = 0.0  # of a `QueueFull`
-
-    @classmethod
-    def of(cls, error: DeltuneError) -> Failure:
-        return cls(type(error).__name__, error.without_python, getattr(error, "retry_after", 0.0))
-
-    def error(self) -> DeltuneError:
-        if self.kind == "QueueFull":
-            return QueueFull(self.message, self.retry_after)
-        kinds = {kind.__name__: kind for kind in (UnknownDelta, InvalidRequest, RequestTimeout, EngineClosed)}
-        return kinds.get(self.kind, DeltuneError)(self.message)
 
 
 @dataclass(frozen=True)
@@ -95,22 +76,24 @@ def replica_class(max_loaded: int) -> type[Any]:
             """Tell Ray Serve that this replica has a delta in memory; the engine loads it with its first request."""
             return name
 
-        async def answer(self, request: Request, folder: str | None) -> Answer | Failure:
+        async def answer(self, request: Request, folder: str | None) -> Answer | DeltuneError:
             """Answer a request, about a delta that may lie in a folder of another name."""
             try:
                 await self._prepare(request, folder)
                 return await self.server.asubmit(request)
             except DeltuneError as error:
-                return Failure.of(error)
+                return error  # as a value: Ray would wrap what is raised, with its traceback
 
-        async def stream(self, request: Request, folder: str | None) -> AsyncIterator[TokenChoice | Answer | Failure]:
+        async def stream(
+            self, request: Request, folder: str | None
+        ) -> AsyncIterator[TokenChoice | Answer | DeltuneError]:
             """Answer a request token by token."""
             try:
                 await self._prepare(request, folder)
                 async for item in self.server.astream(request):
                     yield item
             except DeltuneError as error:
-                yield Failure.of(error)
+                yield error
 
         async def _prepare(self, request: Request, folder: str | None) -> None:
             await self.holds(serve.get_multiplexed_model_id())
@@ -128,24 +111,24 @@ def replica_class(max_loaded: int) -> type[Any]:
 
         async def load(
             self, name: str, folder: str | None, timeout: float | None, replace: bool = True
-        ) -> DeltaInfo | Failure:
+        ) -> DeltaInfo | DeltuneError:
             where = None if folder is None else Path(folder)
             try:
                 info = await asyncio.to_thread(self.server.load, name, where, timeout, replace=replace)
             except DeltuneError as error:
-                return Failure.of(error)
+                return error
             if folder is not None:
                 self.folders[name] = folder
             return info
 
-        async def unload(self, name: str) -> Failure | None:
+        async def unload(self, name: str) -> DeltuneError | None:
             self.folders.pop(name, None)
             try:
                 await asyncio.to_thread(self.server.unload, name)
             except UnknownDelta:
                 return None  # this replica has not met it
             except DeltuneError as error:
-                return Failure.of(error)
+                return error
             return None
 
         async def snapshot(self, look: bool, timeout: float | None = None) -> Snapshot:
@@ -270,8 +253,8 @@ class Replicas:
         except (asyncio.CancelledError, EngineClosed, RequestTimeout):
             response.cancel()
             raise
-        if isinstance(result, Failure):
-            raise result.error()
+        if isinstance(result, DeltuneError):
+            raise result
         answer: Answer = result
         return answer
 
@@ -287,8 +270,8 @@ class Replicas:
                 with _explained(request), self._interrupted_by_close():
                     async with asyncio.timeout_at(end):
                         item = await anext(items, None)
-                if isinstance(item, Failure):
-                    raise item.error()
+                if isinstance(item, DeltuneError):
+                    raise item
                 if item is None:
                     ended = True
                 else:
@@ -310,13 +293,13 @@ class Replicas:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             where = None if folder is None else str(folder)
             results = self._broadcast("load", name, where, left, replace, patience=left)
-            refused = [result for result in results if isinstance(result, Failure)]
+            refused = [result for result in results if isinstance(result, DeltuneError)]
             if refused:
                 if len(refused) < len(results):
                     self._broadcast("unload", name) if before is None else self._broadcast(
                         "load", name, before, timeout
                     )
-                raise refused[0].error()
+                raise refused[0]
             self._removed.discard(name)
             if folder is not None:
                 self._loaded[name] = str(folder)
@@ -347,8 +330,8 @@ class Replicas:
             self._removed.add(name)
             self._loaded.pop(name, None)
             for result in self._broadcast("unload", name):
-                if isinstance(result, Failure):
-                    raise result.error()
+                if isinstance(result, DeltuneError):
+                    raise result
             self._look()
 
     def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:

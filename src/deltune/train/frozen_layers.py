@@ -196,7 +196,7 @@ class FrozenLayersEntry:
         set_call_override(module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.frozen.run(self, args, kwargs)
+        return self.frozen.call_in_pass(self, args, kwargs)
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
         return call_class(self.module, args, kwargs) if self.before is None else self.before(*args, **kwargs)
@@ -239,7 +239,7 @@ class FrozenLayers:
 
     # -- a pass
 
-    def run(self, entry: FrozenLayersEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_in_pass(self, entry: FrozenLayersEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or one stack, without the arguments that hold cached states."""
         with self.mutex:
             thread = threading.get_ident()

@@ -283,7 +283,7 @@ class RunState:
             self.stale += 1
             return False
         digest = self.save_delta()
-        self.best = {"epoch": epochs_done(epoch), "step": step, "metric": name, "value": value, "rank": rank}
+        self.best = {"epoch": rounded_epochs(epoch), "step": step, "metric": name, "value": value, "rank": rank}
         # a reparameterisation is folded in bf16 here and in fp32 when the file is loaded, so answers may differ
         folded = self.precision != "fp32" and any(edit.is_reparameterised for edit in self.tuned.delta().planned.edits)
         if result.predictions and not folded:
@@ -297,7 +297,7 @@ def total_steps(optim: OptimSection, batches: LengthGroupedBatches) -> int:
     return optim.steps or optim.epochs * batches.steps_per_epoch
 
 
-def epochs_done(epoch: float) -> float:
+def rounded_epochs(epoch: float) -> float:
     """Round passes over the rows to a hundredth; a whole number of them becomes an integer."""
     return round(epoch) if abs(epoch - round(epoch)) < 1e-6 else round(epoch, 2)
 
@@ -360,7 +360,7 @@ class DeltaCheckpointTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if "validation" not in self.run_state.encoded:
             self.run_state.save_delta()
-            self.run_state.best = {"epoch": epochs_done(self.state.epoch), "step": self.state.global_step}
+            self.run_state.best = {"epoch": rounded_epochs(self.state.epoch), "step": self.state.global_step}
         checkpoints.save_checkpoint(
             self.run_state.run.checkpoint,
             self.state.global_step,
@@ -549,7 +549,7 @@ class ReportCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.step_seconds += time.monotonic() - self.step_start
-        epoch = epochs_done(state.epoch or 0)
+        epoch = rounded_epochs(state.epoch or 0)
         self.bar.show({"step": f"{state.global_step}/{state.max_steps}", "epoch": f"{epoch:g}"})
         self.bar.count(self.rows_of_step)
 
@@ -588,5 +588,5 @@ class ReportCallback(TrainerCallback):
             facts = {"validation loss": f"{measured['loss']:z.4f}{by_loss}"}
             if name != "loss":
                 facts = {"validation": f"{name} {measured[name]:.4f}{'' if by_loss else best}", **facts}
-            where = {"step": f"{line['step']}/{steps}", "epoch": f"{epochs_done(line.get('epoch', 0)):g}"}
+            where = {"step": f"{line['step']}/{steps}", "epoch": f"{rounded_epochs(line.get('epoch', 0)):g}"}
             self.bar.keep({**where, **facts, "time": format_duration(line.get("seconds"))}, logged)

@@ -74,7 +74,7 @@ class TensorSpec:
             saved tensors from it; a buffer that is not saved is drawn again from `seed`.
         shared: Which places share it: all in one "sublayer", all in one kind of attention ("group"), or all of the
             "term"; None where each place has its own.
-        seed: The seed from which `draw` makes a buffer that is not saved, on the CPU.
+        seed: The seed from which `draw` makes a buffer that is not saved, on the CPU; any dtype is cast.
         below: Of a buffer of whole numbers, such as positions, what all of them are below.
     """
 
@@ -203,6 +203,11 @@ def refuse_sum(one: object, two: object) -> NoReturn:
 class MethodPart:
     """What a modification consists of, a form or a composition. It is no method, so it cannot be added to one."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether its class is a user's own, and none of the library."""
+        return type(self).__module__.partition(".")[0] != __name__.partition(".")[0]
+
     def __add__(self, other: object) -> NoReturn:
         refuse_sum(self, other)
 
@@ -243,7 +248,7 @@ class Form(MethodPart):
     - `starts_at_zero` is False where Δh is not 0 at the start.
     - `affine` returns (A, b) where Δh = A u + b, so that the form can be merged into weights.
     - `incompatibility` says at which places the form cannot act, and `waste` where it trains more than it can use.
-    - `before_up`, in place of `__call__`, returns (v, U, e) where Δh = v Uᵀ + e.
+    - `split_at_up`, in place of `__call__`, returns (v, U, e) where Δh = v Uᵀ + e.
     - `statistic` names what the initial values need of data, which `initialize` finds in `at.statistic`.
     - `schedule` is a `deltune.Schedule` where training does more to the tensors than the steps of the optimizer.
     - `mask_factors` and `fill_untrained` serve masks (`apet`), `fold` a reparameterisation, and `draw` random buffers.
@@ -269,7 +274,7 @@ class Form(MethodPart):
         acts_on_weights: Whether Δh = A u with the A of `affine`, for one matrix or a stack of them, so that the form
             can act at a weight that a module reads itself, as experts and routers do: W + s A.
         reads_ids: Whether u may be token ids, each of which stands for a one-hot vector.
-        reads_weight: Whether it reads the frozen projection, so that it can act at projections only.
+        reads_weight: Whether it reads the frozen projection, so that it can act at projections only, in parallel.
         reads_first_pass: Whether it reads the last hidden states of a first pass of the stack, which runs before each.
         reads_text: Whether it reads which tokens of the text see each other.
     """
@@ -371,6 +376,9 @@ class Form(MethodPart):
     def fill_untrained(self, tensors: Tensors, buffers: Tensors) -> None:
         """Fill tensors, in place, with the values of entries that a mask leaves out, which change nothing.
 
+        In a form of your own that does not write it, these entries stay at their initial values, which are then saved;
+        those of the factors of `mask_factors` are 0.
+
         Args:
             buffers: The other tensors by name.
         """
@@ -386,7 +394,7 @@ class Form(MethodPart):
         """
         return None
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp | None:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp | None:
         """Return (v, U, e) where Δh = v Uᵀ + e, so that the last product can be added to h as it is computed.
 
         Returns:
@@ -421,7 +429,7 @@ class Form(MethodPart):
         Returns:
             Δh (B, n, d_out).
         """
-        last = self.before_up(tensors, u, at)
+        last = self.split_at_up(tensors, u, at)
         assert last is not None
         return _up_projection(*last)
 
@@ -451,7 +459,7 @@ class Form(MethodPart):
         changed = self.changed(tensors, h) if u is h and scale == 1 else None
         if changed is not None:
             return changed.to(h.dtype) if out is None else out.copy_(changed)
-        last = self.before_up(tensors, u, at)
+        last = self.split_at_up(tensors, u, at)
         if last is None or last[2] is not None or h.dtype != last[0].dtype:
             delta = self(tensors, u, at) if last is None else _up_projection(*last)
             # Δh may be a view of u, which may be h: it is not overwritten while it is read
@@ -485,6 +493,9 @@ FORM_METHOD_EXAMPLES = {
     "factors": "def factors(self, tensors): return D, U  # where Δh = U D u",
     "weights": "def weights(self, tensors, u, at): return (u @ tensors['router'].t()).softmax(-1)  # of n experts",
     "weight": "def weight(self, tensors, at): return at.weight + A  # W' of shape (out, in)",
+    "draw": "def draw(self, shapes, generator): "
+    "return {n: torch.randn(s, generator=generator) for n, s in shapes.items()}",
+    "fold": "def fold(self, tensors, widths): return {...}  # the saved tensors, from the trained ones",
 }
 """What forms write, with a line that does."""
 
@@ -523,7 +534,7 @@ def check_form_class(kind: type[Form]) -> None:
         name
         for name in ("tensors", "initialize", *computes)
         if any(getattr(kind, name) is vars(base).get(name) for base in bases)
-        and not (name == "__call__" and kind.before_up is not Form.before_up)
+        and not (name == "__call__" and kind.split_at_up is not Form.split_at_up)
     ]
     if missing:
         lines = "".join(f"\n    {FORM_METHOD_EXAMPLES[name]}" for name in missing)
@@ -580,7 +591,7 @@ class FactorForm(Form):
         down, up = self.factors(tensors)
         return up @ down, None
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
         down, up = self.factors(tensors)
@@ -629,7 +640,7 @@ class Routed(Form):
         """
         return v
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
         down, up = self.experts(tensors)
@@ -674,7 +685,7 @@ class WeightForm(Form):
     def __call__(self, tensors: Tensors, u: torch.Tensor, at: Place) -> torch.Tensor:
         from torch.nn import functional as F
 
-        if (last := self.before_up(tensors, u, at)) is not None:
+        if (last := self.split_at_up(tensors, u, at)) is not None:
             return _up_projection(*last)
         change, shift = self.affine(tensors, at)
         assert change is not None

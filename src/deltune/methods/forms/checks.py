@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from ...errors import DeltuneError, error_summary, excerpt
-from ..registry import FORMS
 from ..sites import Location
-from .base import Form, Place, Tensors, TensorSpec, WeightPlace, Widths
+from .base import FORM_METHOD_EXAMPLES, Form, MethodPart, Place, Specs, Tensors, TensorSpec, WeightPlace, Widths
 
 LEADING = (2, 8)
 """Sequences and tokens of the u that a form is tried on."""
@@ -24,7 +23,7 @@ def check_form(form: Form, place: Location) -> None:
 
     The library's own forms pass at once. Forms that act elsewhere than on hidden states are checked for their tensors.
     """
-    if type(form) in FORMS:
+    if not form.is_own:
         return
     widths = place.widths
     specs = _call("tensors", form, widths, lambda: form.tensors(widths))
@@ -33,6 +32,7 @@ def check_form(form: Form, place: Location) -> None:
             f"{form!r}: tensors returns {excerpt(specs)}, and not a TensorSpec with a shape of whole numbers for each "
             'name, such as {"w": deltune.TensorSpec((widths.in_width,))}'
         )
+    _check_written(form, specs)
     shapes = {name: spec.shape for name, spec in specs.items()}
     if form.needs != "hidden" or widths.lookup or widths.experts:
         return
@@ -55,6 +55,49 @@ def check_form(form: Form, place: Location) -> None:
         )
 
 
+def _check_written(form: Form, specs: Specs) -> None:
+    """Check that a form has the methods that its tensors need beside `initialize`, and its buffers the seeds."""
+    for name, spec in specs.items():
+        needs_seed = not (spec.trained or spec.saved)
+        if needs_seed != (spec.seed is not None):
+            reason = (
+                "a buffer that is not saved needs a seed" if needs_seed else "a seed is for trained=False, saved=False"
+            )
+            raise DeltuneError(f"{form!r}: {name} is {spec!r}: {reason}")
+    drawn = [name for name, spec in specs.items() if spec.seed is not None]
+    folded = [name for name, spec in specs.items() if spec.trained and not spec.saved]
+    for name, tensors, have in (("draw", drawn, "a seed"), ("fold", folded, "saved=False")):
+        if tensors and getattr(type(form), name) is getattr(Form, name):
+            raise DeltuneError(
+                f"{type(form).__name__}: {', '.join(tensors)} has {have}, and the form has no {name}; write, for "
+                f"example:\n    {FORM_METHOD_EXAMPLES[name]}"
+            )
+
+
+def initialize_own(part: MethodPart, tensors: Tensors, widths: Widths, initialize: Callable[[], None]) -> None:
+    """Call `initialize` of a form or composition of the user's own, and check that it sets every tensor.
+
+    Args:
+        part: The form or composition.
+        tensors: The tensors that it fills in place.
+        widths: The sizes at the place.
+        initialize: Calls it.
+
+    Raises:
+        DeltuneError: It raises an error, or leaves values that are not numbers.
+    """
+    known = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    for tensor in known.values():
+        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+    _call("initialize", part, widths, initialize)
+    unset = [n for n, t in known.items() if bool((t.isnan() if t.is_floating_point() else t < 0).any())]
+    if unset:
+        raise DeltuneError(
+            f"{part!r}: initialize leaves {', '.join(unset)} without initial values: set each tensor in place, such as "
+            f'tensors["{unset[0]}"].zero_()'
+        )
+
+
 def affine_difference(form: Form, tensors: Tensors, widths: Widths, at: Place | None) -> str | None:
     """Return how A u + b of a form of the user's own differs from what `__call__` computes, on random u.
 
@@ -62,7 +105,7 @@ def affine_difference(form: Form, tensors: Tensors, widths: Widths, at: Place | 
     zero, of the size of hidden states, and a hundred times as large, so that a form which is only nearly affine is
     seen.
     """
-    if type(form) in FORMS:
+    if not form.is_own:
         return None
     failure = ""
     for dtype, tolerance in TOLERANCES.items():
@@ -71,7 +114,8 @@ def affine_difference(form: Form, tensors: Tensors, widths: Widths, at: Place | 
             weight, bias = (at.weight, at.bias) if at is not None and form.reads_weight else (torch.empty(0), None)
             place = WeightPlace(weight.to("cpu", dtype), None if bias is None else bias.to("cpu", dtype))
             u, product, shift = _sample(form, wide, widths, place)
-            output = place(u) if form.reads_weight and u.is_floating_point() else None
+            reads_output = form.reads_weight and u.is_floating_point() and u.shape[-1] == weight.shape[-1]
+            output = place(u) if reads_output else None
             delta = form(wide, u, dataclasses.replace(place, output=output))
         except DeltuneError as error:
             return str(error)
@@ -150,7 +194,7 @@ def _try(name: str, form: Form, shapes: dict[str, Any], widths: Widths, compute:
 
 
 def _call(
-    name: str, form: Form, widths: Widths, compute: Callable[[], Any], shapes: dict[str, Any] | None = None
+    name: str, form: MethodPart, widths: Widths, compute: Callable[[], Any], shapes: dict[str, Any] | None = None
 ) -> Any:
     """Call something of a form, and say of what it raises where that was."""
     try:

@@ -102,7 +102,7 @@ class Bottleneck(Form):
         biases = tensors.get("down_bias"), tensors.get("up_bias")
         return TwoLayers(tensors["down"], biases[0], self.activation, tensors["up"], biases[1])
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
         t = {name: tensor.to(u.dtype) for name, tensor in tensors.items() if not name.startswith("up")}

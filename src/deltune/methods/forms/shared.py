@@ -61,9 +61,9 @@ class VeRA(FactorForm):
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
         return tensors["d"][:, None] * tensors["A"], tensors["b"][:, None] * tensors["B"]
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         if not u.is_floating_point():
-            return super().before_up(tensors, u, at)
+            return super().split_at_up(tensors, u, at)
         inner = u @ tensors["A"].t().to(u.dtype) * tensors["d"].to(u.dtype)  # no gradient of a whole d ⊙ A
         return inner, tensors["b"][:, None] * tensors["B"], None
 

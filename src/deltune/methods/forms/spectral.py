@@ -374,7 +374,7 @@ class AdaMSS(Form):
         layers = self.two_layers(tensors)
         return layers.up @ layers.down, None if layers.down_bias is None else layers.up @ layers.down_bias
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
         layers = self.two_layers(tensors)

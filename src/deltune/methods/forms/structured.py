@@ -152,7 +152,7 @@ class MiSS(ChangeForm):
         width = at.weight.shape[1]
         return self._rows(tensors, at).t().repeat(1, -(-width // self.rank))[:, :width]
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
         missing = -u.shape[-1] % self.rank
@@ -348,7 +348,7 @@ class KroneckerBottleneck(Form):
         down, up = (self._matrix(tensors, name) for name in ("down", "up"))
         return TwoLayers(down, tensors["down_bias"], self.activation, up, tensors["up_bias"])
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
         layers = self.two_layers(tensors)
@@ -398,7 +398,7 @@ class LoReFT(Form):
         rows = self._rows(tensors)
         return rows.t() @ (tensors["source"] - rows), rows.t() @ tensors["bias"]
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         from torch.nn import functional as F
 
         rows = self._rows(tensors)

@@ -205,7 +205,7 @@ class DEFT(ChangeForm):
     def change(self, tensors: Tensors, at: Place) -> torch.Tensor:
         return tensors["p"] @ (tensors["r"] - self._removed(tensors, at))
 
-    def before_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
+    def split_at_up(self, tensors: Tensors, u: torch.Tensor, at: Place) -> BeforeUp:
         return u @ (tensors["r"] - self._removed(tensors, at)).t().to(u.dtype), tensors["p"], None
 
 

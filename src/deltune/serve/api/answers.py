@@ -8,7 +8,7 @@ import math
 import secrets
 import struct
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ from .service import EventStream, RequestFacts, Service, admit, facts_of, gather
 from .tenants import Tenant
 
 MAX_LOGGED = 10_000
-"""Characters of an input or an answer in a log that has contents."""
+"""Characters of the inputs or the answers of a request in a log that has contents."""
 
 
 def new_id(kind: str) -> str:
@@ -40,9 +40,10 @@ class ApiCall:
     facts: RequestFacts  # for the log
 
     def log_contents(self, **contents: Any) -> None:
-        """Keep inputs or answers for the log, if it is to have them."""
-        if self.service.config.log.log_contents:
-            self.facts.contents |= {name: _excerpts(value, MAX_LOGGED) for name, value in contents.items()}
+        """Keep inputs or answers for the log, if it is to have them; long ones as the beginning of their JSON."""
+        for name, value in contents.items() if self.service.config.log.log_contents else ():
+            text = json.dumps(value, ensure_ascii=False)
+            self.facts.contents[name] = value if len(text) <= MAX_LOGGED else text[:MAX_LOGGED]
 
     def default_max_tokens(self, most: int | None = None) -> int:
         """Return how many tokens an answer has at most where neither the request nor the endpoint says it."""
@@ -103,6 +104,7 @@ def generation_requests(
     logprobs: int | None = None,
     json_schema: str | None = None,
     tools: tuple[dict[str, Any], ...] = (),
+    echo: bool = False,
 ) -> list[Request]:
     """Return `n` requests for each input."""
     most, max_inputs, n = call.service.config.limits.max_tokens, call.service.max_inputs, body.n or 1
@@ -112,36 +114,12 @@ def generation_requests(
     if len(inputs) * n > max_inputs:
         problem = f"{len(inputs):,} inputs with {n} answers each; one request may have {max_inputs:,} answers"
         raise ApiError(413, problem, "too_many", "n")
-    samplings = [body.sampling(default_max_tokens, logprobs, index, json_schema) for index in range(n)]
+    samplings = [body.sampling(default_max_tokens, logprobs, index, json_schema, echo) for index in range(n)]
     return [
         engine_request(call, body, "generate", one, sampling=sampling, tools=tools)
         for one in inputs
         for sampling in samplings
     ]
-
-
-def _excerpts(values: Iterable[Any], room: int) -> list[Any]:
-    """Return texts, messages and lists of words or tokens up to a number of characters or tokens in all."""
-    excerpts: list[Any] = []
-    for value in values:
-        if room <= 0:
-            break
-        if isinstance(value, dict):
-            excerpt: Any = dict(zip(value, _excerpts(value.values(), room), strict=False))
-        elif isinstance(value, tuple | list):
-            excerpt = _excerpts(value, room)
-        else:
-            excerpt = value[:room] if isinstance(value, str) else value
-        excerpts.append(excerpt)
-        room -= _size(excerpt)
-    return excerpts
-
-
-def _size(value: Any) -> int:
-    """The characters and tokens of an excerpt; what is empty counts too, since there may be many of it."""
-    if isinstance(value, dict | list):
-        return 1 + sum(_size(one) for one in (value.values() if isinstance(value, dict) else value))
-    return max(1, len(value)) if isinstance(value, str) else 1
 
 
 def count(facts: RequestFacts, answers: Sequence[Answer], per_input: int = 1) -> dict[str, Any]:

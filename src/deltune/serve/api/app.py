@@ -85,14 +85,11 @@ READ_HEADERS = (b"x-request-id", b"content-length", b"host", b"expect")
 
 
 class BoundedBody:
-    """The body of a request, which must neither be too large nor arrive too slowly.
-
-    Attributes:
-        whole: Whether all of it was received.
-    """
+    """The body of a request, which must neither be too large nor arrive too slowly."""
 
     def __init__(self, receive: Receive, headers: Mapping[bytes, bytes], limits: LimitsSection) -> None:
-        self._receive, self._limits, self.whole = receive, limits, False
+        self._receive, self._limits = receive, limits
+        self.whole = False  # whether all of it was received
         self._deadline = time.monotonic() + limits.body_timeout
         length = headers.get(b"content-length", b"0")
         self._declared = int(length) if length.isdigit() else 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -39,21 +37,18 @@ def delta_folder(root: Path | None, path: str) -> Path:
         if not roots:
             raise InvalidRequest(f"{below}; give a path from there")
         relative = relative.relative_to(roots[0])
-    parts = relative.parts
-    if not parts or ".." in parts:
+    if not relative.parts or ".." in relative.parts:
         raise InvalidRequest(f"{below}; give a path from there, without ..")
-    current = root.resolve()
-    for part in parts:
-        current = current / part
-        try:
-            mode = os.lstat(current).st_mode
-        except (OSError, ValueError):
-            raise InvalidRequest(f"{below}: it does not exist") from None
-        if stat.S_ISLNK(mode):
-            raise InvalidRequest(f"{below}: {excerpt(part)} is a link, and links are not followed")
-        if not stat.S_ISDIR(mode):
-            raise InvalidRequest(f"{below}: {excerpt(part)} is not a folder")
-    return current
+    folder = root.resolve() / relative
+    try:
+        real, is_folder = folder.resolve(strict=True), folder.is_dir()
+    except (OSError, ValueError, RuntimeError):  # the last of links in a circle, before Python 3.13
+        raise InvalidRequest(f"{below}: it does not exist") from None
+    if real != folder:
+        raise InvalidRequest(f"{below}: it leads through a link, and links are not followed")
+    if not is_folder:
+        raise InvalidRequest(f"{below}: it is not a folder")
+    return folder
 
 
 def manager(http: Request) -> tuple[Service, Tenant]:

@@ -30,13 +30,13 @@ class Second:
     requests: int = 0
     errors: int = 0
     tokens: int = 0
-    latency: float = 0.0
+    seconds: float = 0.0
 
     @property
-    def mean_latency(self) -> float | None:
+    def latency(self) -> float | None:
         """The mean time of the answered requests, which errors are not; None if there were none."""
         answered = self.requests - self.errors
-        return self.latency / answered if answered else None
+        return self.seconds / answered if answered else None
 
 
 @dataclass
@@ -131,7 +131,7 @@ class Metrics:
         second.requests += 1
         second.errors += not answered
         second.tokens += tokens
-        second.latency += seconds if answered else 0.0
+        second.seconds += seconds if answered else 0.0
         self._by_delta.labels(delta, str(status)).inc()
         self._delta_seconds.labels(delta).inc(seconds if answered else 0.0)
         load = self.loads.setdefault(delta, DeltaLoad())
@@ -158,15 +158,9 @@ class Metrics:
         """Return requests, errors, tokens and mean latency of answers in the last seconds, the current one left out."""
         now = int(self._clock())
         by_time = {second.at: second for second in self._seconds_log}
-        return [
-            {
-                "requests": one.requests,
-                "errors": one.errors,
-                "tokens": one.tokens,
-                "latency": one.mean_latency,
-            }
-            for one in (by_time.get(at, Second(at)) for at in range(now - min(seconds, HISTORY), now))
-        ]
+        shown = (by_time.get(at, Second(at)) for at in range(now - min(seconds, HISTORY), now))
+        names = ("requests", "errors", "tokens", "latency")
+        return [{name: getattr(one, name) for name in names} for one in shown]
 
     def uptime(self) -> float:
         return self._clock() - self.started

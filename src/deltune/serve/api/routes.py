@@ -73,7 +73,7 @@ async def completions(http: Request) -> Response:
         raise ApiError(400, "echo is not for a stream; leave one of them out", "invalid_value", "echo")
     inputs = as_inputs(body.prompt, "prompt", call.service.max_inputs)
     most = call.default_max_tokens(DEFAULT_COMPLETION)
-    requests = generation_requests(call, body, inputs, most, body.logprobs)
+    requests = generation_requests(call, body, inputs, most, body.logprobs, echo=bool(body.echo))
     echoed = [one for one in inputs for _ in range(body.n or 1)] if body.echo else []
     pieces = Pieces(body.model, body.logprobs is not None, bool(body.return_tokens_as_token_ids), echoed)
     return await respond(call, body, requests, pieces)

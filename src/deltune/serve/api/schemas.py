@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -109,9 +108,9 @@ class SamplingBody(RequestBody):
         return self.max_tokens
 
     def sampling(
-        self, default_max_tokens: int, logprobs: int | None, index: int = 0, json_schema: str | None = None
+        self, default_max_tokens: int, logprobs: int | None, index: int, json_schema: str | None, echo: bool
     ) -> Sampling:
-        """Return how the engine chooses tokens."""
+        """Return how the engine chooses tokens of the answer with a number."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         seed = None if self.seed is None else (self.seed + index) % 2**63
         chosen = self.chosen_max_tokens
@@ -123,8 +122,9 @@ class SamplingBody(RequestBody):
             top_k=max(0, self.top_k or 0),
             stop=stop,
             seed=seed,
-            logprobs=logprobs,
+            logprobs=logprobs or 0 if echo else logprobs,
             json_schema=json_schema,
+            prompt_logprobs=echo,
         )
 
 
@@ -168,13 +168,6 @@ class CompletionBody(LogprobsBody):
     )
     best_of: Annotated[int | None, _only(1)] = Field(None, description="only 1 is supported")
     suffix: Annotated[str | None, _only("")] = Field(None, description='only "" is supported')
-
-    def sampling(
-        self, default_max_tokens: int, logprobs: int | None, index: int = 0, json_schema: str | None = None
-    ) -> Sampling:
-        """Return how the engine chooses tokens."""
-        sampling = super().sampling(default_max_tokens, logprobs, index, json_schema)
-        return replace(sampling, prompt_logprobs=True, logprobs=logprobs or 0) if self.echo else sampling
 
 
 def _check_part(kind: str) -> str:

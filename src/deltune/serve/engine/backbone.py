@@ -30,12 +30,12 @@ from ...methods.registry import parse
 from ...models import HEADS
 from ...runtime.attach import add_delta, check_base_of_delta, find_tuned, has_sliding_window, read_delta
 from ...runtime.attention import PREFIX, CacheablePrefix, cacheable_prefix
+from ...runtime.delta_schema import TrainedFacts
 from ...runtime.handle import Tuned
 from ...runtime.modules import Delta, Edit, HeadLabels
 from ...runtime.pass_manager import condition
 from ...runtime.prompts import unused_position_rows
 from ...runtime.row_assignment import parameter_names
-from ...templates import Tokens
 from .cache import States
 from .folders import HEAD_TASKS, FolderFacts, Signature, head_of_model_class, locate_delta, signature
 from .requests import Task
@@ -87,10 +87,7 @@ class LoadedDelta:
     # by how many positions it moves the tokens of each stack besides, by name of the stack
     shifts: dict[str, int] = field(default_factory=dict)
     own_bytes: int = 0  # the size of its tensors
-    max_length: int | None = None  # the length in tokens to which its run cuts texts, or None
-    takes_pairs: bool | None = None  # whether its run classifies pairs of texts; None where no run says so
-    chat_template: str | None = None  # the chat template of its run, or None for the tokenizer's
-    end_tokens: Tokens = ()  # the tokens that end an answer beside the model's
+    trained: TrainedFacts = field(default_factory=TrainedFacts)  # the inputs of its run, if known
     users: int = 0  # how many requests need it now
     used: bool = False  # whether a request has used it since it was loaded
     last_used: float = 0.0  # when it was last needed, on the monotonic clock
@@ -162,16 +159,15 @@ class Backbone:
 
     def _check(self, delta: Delta) -> None:
         """Refuse what keeps more of a text than the cache has: which tokens were invoked, or a first pass."""
+        if "generate" not in HEAD_TASKS[self.head]:
+            return
         acts = (edit.modification.positions for edit in delta.all_edits())
-        if "generate" in HEAD_TASKS[self.head] and (chosen := next((one for one in acts if one != ALL), None)):
+        if chosen := next((one for one in acts if one != ALL), None):
             raise DeltuneError(
                 f"this delta acts at the tokens {chosen!r} of a text, which a server that generates does not follow: "
                 "call model.generate with the delta in use"
             )
-
-        if "generate" in HEAD_TASKS[self.head] and any(
-            edit.form.reads_first_pass or edit.form.reads_text for edit in delta.all_edits()
-        ):
+        if any(edit.form.reads_first_pass or edit.form.reads_text for edit in delta.all_edits()):
             raise DeltuneError(
                 "this delta reads more of a text than the cache of a server that generates has: call model.generate "
                 "with the delta in use"
@@ -181,9 +177,7 @@ class Backbone:
         facts = prepared.facts
         internal = self._add(prepared.delta, prepared.labels)
         loaded = self._loaded(prepared.name, internal, facts.version, prepared.delta)
-        loaded.own_bytes, loaded.max_length, loaded.permanent = prepared.bytes, facts.max_length, False
-        loaded.takes_pairs = facts.takes_pairs
-        loaded.chat_template, loaded.end_tokens = facts.chat_template, facts.end_tokens
+        loaded.own_bytes, loaded.trained, loaded.permanent = prepared.bytes, facts.trained, False
         loaded.parameters = facts.parameters or loaded.parameters
         loaded.tasks = tuple(task for task in facts.tasks if task in HEAD_TASKS[self.head])
         if not set(loaded.tasks) & {"classify", "tag"}:
@@ -270,13 +264,9 @@ class Backbone:
         left_out: frozenset[Edit] | None = None,
         tasks: Sequence[int] = (),
     ) -> T:
-        """Run passes of the model in which each row uses its own delta.
+        """Let `call` run passes in which each row uses its own delta, and has its own of the delta's tasks.
 
-        Args:
-            rows: The delta of each row.
-            call: Runs the passes.
-            left_out: As for `inference_rows`.
-            tasks: The number of each row's task, where its delta has tasks; by default the first.
+        `left_out` is as for `inference_rows`.
         """
         facts: dict[str, torch.Tensor] = {}
         if any(row.row_tasks for row in rows):
@@ -312,16 +302,11 @@ def longrope_limit(model: PreTrainedModel) -> int | None:
     return min(limits) if limits else None
 
 
-def model_head(model: PreTrainedModel) -> str:
-    """Return the head that a model has, one of `registry.HEAD_TASKS`."""
-    return head_of_model_class(type(model).__name__)
-
-
 class Backbones:
     """The models of one server, by head. Other heads than the first get a model with the same parameters."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.first = Backbone(model, model_head(model))
+        self.first = Backbone(model, head_of_model_class(type(model).__name__))
         self._by_head = {self.first.head: self.first}
         self._lock = threading.Lock()
 

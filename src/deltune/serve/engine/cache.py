@@ -109,10 +109,8 @@ def assemble(parts: Sequence[Part], width: int, at_end: bool = True) -> Cache:
     spare = SPARE_COLUMNS if at_end else 0
     sources = [(_layers(cache), rows) for cache, rows in parts]
     for number in range(max(len(layers) for layers, _ in sources)):
-        layer, states = (
-            PreallocatedLayer(),
-            [(layers[number].keys, layers[number].values, rows) for layers, rows in sources],
-        )
+        layer = PreallocatedLayer()
+        states = [(layers[number].keys, layers[number].values, rows) for layers, rows in sources]
         keys = [(k, rows) for k, _, rows in states if k is not None]
         values = [(v, rows) for _, v, rows in states if v is not None]
         if keys:

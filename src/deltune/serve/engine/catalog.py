@@ -74,7 +74,7 @@ class Entry:
         size, loaded_at = (0, None) if current is None else (current.bytes, current.loaded_at)
         return DeltaInfo(
             self.name, folder, facts.method, facts.parameters, facts.tasks, facts.labels, facts.version, size,
-            loaded_at, self.error, facts.max_length, loaded=current is not None, requested=self.requested,
+            loaded_at, self.error, facts.trained.max_length, loaded=current is not None, requested=self.requested,
         )  # fmt: skip
 
 
@@ -105,21 +105,23 @@ class Catalog:
         """Return the entry of a name, or None; of None, which is the base model, too."""
         return None if name is None else self.entries.get(name)
 
+    def known(self, name: str | None) -> Entry | None:
+        """Return the entry of a name, or None for the base model; an error where there is none."""
+        entry = self.get(name)
+        if entry is None and name is not None:
+            raise UnknownDelta(unknown_name("delta", name, self.entries))
+        return entry
+
     def put(self, entry: Entry) -> None:
         with self._lock:
             self._gone.pop(entry.name, None)
             self.entries = {**self.entries, entry.name: entry}
 
-    def has_folder(self, name: str) -> bool:
-        """Return whether the directory has a folder of a name."""
-        return self.root is not None and (self.root / name).is_dir()
-
     def remove(self, name: str, folder_stays: bool = True) -> Entry:
         """Take a delta out, and leave it out though its folder stays."""
         with self._lock:
-            entry = self.entries.get(name)
-            if entry is None:
-                raise UnknownDelta(unknown_name("delta", name, self.entries))
+            entry = self.known(name)
+            assert entry is not None
             self.entries = {other: e for other, e in self.entries.items() if other != name}
             if self.root is not None and folder_stays:
                 self._gone[name] = entry

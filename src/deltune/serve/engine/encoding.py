@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import DeltuneError
 from ...models import first_sub_words, tag_all_words
@@ -133,22 +134,17 @@ class EncodingLane:
 
     def _batch(self, jobs: Sequence[Job]) -> dict[str, torch.Tensor]:
         """The arguments of the model, padded to the longest row."""
-        width = max(len(job.tokens) for job in jobs)
         names = dict.fromkeys(name for job in jobs for name in job.inputs)
         batch = {name: [job.inputs.get(name, [0] * len(job.tokens)) for job in jobs] for name in names}
         if "attention_mask" in self.backbone.arguments:
             batch["attention_mask"] = [[1] * len(job.tokens) for job in jobs]
+        fills, side = {"input_ids": self.pad}, self.side or "right"
         return {
-            name: torch.tensor(
-                [self._padded(row, width, self.pad if name == "input_ids" else 0) for row in rows],
-                device=self.backbone.device,
+            name: pad_sequence([torch.tensor(row) for row in rows], True, fills.get(name, 0), side).to(
+                self.backbone.device
             )
             for name, rows in batch.items()
         }
-
-    def _padded(self, values: list[int], width: int, fill: int) -> list[int]:
-        padding = [fill] * (width - len(values))
-        return padding + values if self.side == "left" else values + padding
 
     def _states(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         model: Any = self.backbone.model

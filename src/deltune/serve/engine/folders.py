@@ -8,7 +8,7 @@ import os
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import DeltuneError, error_summary, excerpt
@@ -18,7 +18,6 @@ from ...models import HEADS, head_of_class_name
 from ...runtime.delta_schema import BaseFacts, TrainedFacts, read_metadata_file
 from ...runtime.hub import FILES
 from ...runtime.serialization import FACTS, delta_folder
-from ...templates import Tokens
 from ..errors import refusal
 from .requests import DELTA_NAME, Task
 
@@ -48,11 +47,7 @@ class FolderFacts:
     labels: tuple[str, ...]  # the names of its labels
     has_head: bool  # whether it brings a head of its own
     version: str  # a digest of its files
-    max_length: int | None = None  # the length in tokens to which the run that it is from cuts its texts, or None
-    # whether the run that it is from classifies pairs of texts; None where no run says so
-    takes_pairs: bool | None = None
-    chat_template: str | None = None  # the chat template by which the run that it is from made its texts, or None
-    end_tokens: Tokens = ()  # the tokens that ended an answer in that run
+    trained: TrainedFacts = field(default_factory=TrainedFacts)  # the inputs of the run that it is from, if known
     # the base model that it was tuned on; None where its files do not tell it from others of its shape
     base: BaseFacts | None = None
 
@@ -81,7 +76,6 @@ def read_facts(folder: Path) -> FolderFacts:
 
 def _facts(where: Path) -> FolderFacts:
     metadata = read_metadata_file(where / FACTS)
-    trained = metadata.trained or TrainedFacts()
     labels = tuple(name for _, name in metadata.labels.pairs) if metadata.labels else ()
     return FolderFacts(
         head_of_model_class(metadata.base.model),
@@ -90,10 +84,7 @@ def _facts(where: Path) -> FolderFacts:
         labels if metadata.head.tensors else (),
         bool(metadata.head.tensors),
         _digest([where / FACTS], metadata.sha256),
-        trained.max_length,
-        trained.takes_pairs,
-        trained.chat_template,
-        tuple(trained.end_tokens or ()),
+        metadata.trained or TrainedFacts(),
         metadata.base,
     )
 

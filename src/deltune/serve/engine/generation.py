@@ -165,7 +165,7 @@ class GenerationLane:
 
     def _ends(self, job: Job) -> Tokens:
         """Return the tokens that end an answer: the model's own, and those that the delta's run trained."""
-        return (*self.ends, *job.version.end_tokens)
+        return (*self.ends, *(job.version.trained.end_tokens or ()))
 
     def _row(self, job: Job) -> Row:
         before = self.runner.start_tokens(job)

@@ -50,11 +50,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def grammar(self, schema: str) -> Grammar:
-        """Return the grammar of a JSON schema.
-
-        Raises:
-            InvalidRequest: The schema, or the tokenizer of the model, cannot be used.
-        """
+        """Return the grammar of a JSON schema, if the schema and the tokenizer of the model can be used."""
         if not is_installed("llguidance"):
             raise InvalidRequest("answers in JSON (response_format) need llguidance: pip install 'deltune[serve]'")
         from llguidance import LLMatcher

@@ -370,26 +370,17 @@ class Stream:
         answer: The whole answer, after the last token.
     """
 
-    def __init__(self) -> None:
-        self._items: queue.SimpleQueue[TokenChoice | None] = queue.SimpleQueue()
-        self._job: Job | None = None
+    def __init__(self, job: Job, items: queue.SimpleQueue[TokenChoice | None]) -> None:
+        self._job, self._items = job, items
         self.answer: Answer | None = None
-
-    def put(self, item: TokenChoice) -> None:
-        """Add a token; the engine calls this."""
-        self._items.put(item)
-
-    def begin(self, job: Job) -> None:
-        """Set the request whose tokens these are."""
-        self._job = job
-        job.future.add_done_callback(lambda _: self._items.put(None))
+        job.future.add_done_callback(lambda _: items.put(None))
 
     def __iter__(self) -> Iterator[TokenChoice]:
         return self
 
     def __next__(self) -> TokenChoice:
         """Wait for the next token."""
-        if self.answer is not None or self._job is None:
+        if self.answer is not None:
             raise StopIteration
         item = self._items.get()
         if item is None:
@@ -399,8 +390,7 @@ class Stream:
 
     def close(self) -> None:
         """Take the request out of its batch, if it is not answered."""
-        if self._job is not None:
-            self._job.future.cancel()
+        self._job.future.cancel()
 
     def __enter__(self) -> Stream:
         return self

@@ -431,8 +431,6 @@ class Lifecycle:
 
     def drop_unneeded(self) -> None:
         """Detach the versions that were replaced and that no request needs any more, and keep memory within bounds."""
-        if all(loaded.users for loaded in self.retired) and self._surplus() is None:
-            return
         for loaded in [loaded for loaded in self.retired if not loaded.users]:
             self._detach(loaded)
             self.retired.discard(loaded)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from .backbone import LoadedDelta
 from .cache import States, first_columns
@@ -38,19 +39,13 @@ class PromptCache:
 
     def find(self, owner: object, loaded: LoadedDelta, tokens: Sequence[int]) -> tuple[CachedPrompt | None, int]:
         """Return the beginning with the most, and never all, tokens of a prompt, and how many it has in common."""
-        best, length = None, 0
-        candidates: list[tuple[CachedPrompt, int]] = []
-        for key, end in _keys(owner, loaded, tokens[: len(tokens) - 1]):
-            if key not in self._found:
-                break
-            candidates.append((self._found[key][-1], end))
-        for prompt, end in reversed(candidates):  # the longest one is right, but for two prompts of one hash
-            if prompt.tokens[:end] == tuple(tokens[:end]):
-                best, length = prompt, end
-                break
-        if best is not None:
-            self._kept.move_to_end(id(best))
-        return best, length
+        keys = takewhile(lambda one: one[0] in self._found, _keys(owner, loaded, tokens[: len(tokens) - 1]))
+        for key, end in reversed(list(keys)):
+            prompt = self._found[key][-1]
+            if prompt.tokens[:end] == tuple(tokens[:end]):  # but for two prompts of one hash
+                self._kept.move_to_end(id(prompt))
+                return prompt, end
+        return None, 0
 
     def wants(self, owner: object, loaded: LoadedDelta, tokens: Sequence[int]) -> bool:
         """Return whether a prompt has a block that is not kept yet."""

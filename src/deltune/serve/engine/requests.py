@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from ...models import Served
 
@@ -13,6 +15,10 @@ FinishReason = Literal["stop", "length"]
 
 DELTA_NAME = r"[A-Za-z0-9_-][A-Za-z0-9_.@+-]{0,199}"
 """A regular expression for names of deltas: one part of a path that is not hidden."""
+
+
+Count = Annotated[int, Field(strict=True, ge=0)]
+Switch = Annotated[bool, Field(strict=True)]
 
 
 @dataclass(frozen=True)
@@ -33,16 +39,16 @@ class Sampling:
             `logprobs` says; `max_tokens` may then be 0, and a token that ends the answer is reported.
     """
 
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    stop: tuple[str, ...] = ()
-    seed: int | None = None
-    logprobs: int | None = None
-    shorten: bool = field(default=False, kw_only=True)
-    json_schema: str | None = field(default=None, kw_only=True)
-    prompt_logprobs: bool = field(default=False, kw_only=True)
+    max_tokens: Count = 16
+    temperature: Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
+    top_k: Count = 0
+    stop: tuple[Annotated[str, Field(strict=True, min_length=1)], ...] = ()
+    seed: Annotated[int, Field(strict=True)] | None = None
+    logprobs: Annotated[Count, Field(le=100)] | None = None
+    shorten: Switch = field(default=False, kw_only=True)
+    json_schema: Annotated[str, Field(strict=True)] | None = field(default=None, kw_only=True)
+    prompt_logprobs: Switch = field(default=False, kw_only=True)
 
 
 @dataclass(frozen=True)

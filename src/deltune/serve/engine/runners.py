@@ -109,13 +109,6 @@ class DecoderRunner(Runner):
     Where it `holds`, the cache has the prefix and the prompt of each delta, so that no step computes them again. That
     needs a decoder whose rows may be padded, which is told their positions, and which sees all columns of the cache:
     columns then need not be those of the text alone, nor stand beside each other. Most families are such decoders.
-
-    Attributes:
-        caches_prefixes: Whether prefixes in the cache do what the edits do. It is measured, since some families
-            compute something of all keys or values after the cache.
-        pads: Whether rows of different lengths may be in one batch, padded on the left. It is measured, since some
-            families count positions by the length of the cache.
-        like: A cache of the model with one column, which says what its layers keep.
     """
 
     def __init__(self, backbone: Backbone) -> None:
@@ -125,8 +118,10 @@ class DecoderRunner(Runner):
         self.first = first_position(backbone.model.get_submodule(table) if table else None)
         self.keeps = "logits_to_keep" in backbone.arguments
         self.forced: dict[str, Any] = {}
+        # what is measured: whether rows of different lengths may be in one batch, padded on the left (some families
+        # count positions by the length of the cache), whether prefixes in the cache do what the edits do (some compute
+        # something of all keys or values after the cache), and whether the cache has what deltas put before a text
         self.pads, self.caches_prefixes = True, False
-        # whether the cache has what deltas put before a text. It is measured.
         self.holds = self.numbered and backbone.sees_all_columns
         self.holds = self.holds and self._may_hold()
         if self.holds:
@@ -171,7 +166,7 @@ class DecoderRunner(Runner):
             scale = float(whole.std()) or 1.0
             # wide bounds: another kernel may round otherwise, and a mixture of experts then choose other experts
             bound = 0.1 if self.precise else 0.5
-            self.like = empty_columns(batch.cache, 1, 1)
+            self.like = empty_columns(batch.cache, 1, 1)  # says what the layers of a cache keep
             if columns(batch.cache) != row.length or float((scores - whole).abs().mean()) > bound * scale:
                 reason = "its cache does not hold what it has read"
         except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -9,69 +10,52 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from ...errors import DeltuneError
+from ...compat import logits_processors
+from ...errors import DeltuneError, validation_problems
 from ..errors import InvalidRequest
 from .requests import Sampling, TokenChoice, TokenLogprob
 
 TokenText = Callable[[int, int | None], tuple[str, bytes | None]]
 """Returns the text and the bytes of a token, given the token before it."""
-MAX_LOGPROBS = 100
 MAX_PROMPT_LOGPROBS = 5
 """Likely tokens beside each token of a prompt: the engine's thread writes their texts."""
 GREEDY_BELOW = 1e-5
 """Temperatures below this take the most likely token: scores divided by them would not be finite."""
 
 
+_SAMPLING = TypeAdapter(Sampling)
+
+
 def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
     """Check the settings of a request."""
-    problems = []
-    numbers = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    least, most = (0, MAX_PROMPT_LOGPROBS) if sampling.prompt_logprobs else (1, MAX_LOGPROBS)
-    if not _is_whole(sampling.max_tokens) or sampling.max_tokens < least:
-        problems.append(f"max_tokens={sampling.max_tokens} is not a whole number from {least}")
-    problems += [f"{name}={value} is not a number" for name, value in numbers.items() if not _is_number(value)]
-    if _is_number(sampling.temperature) and sampling.temperature < 0:
-        problems.append(f"temperature={sampling.temperature} is below 0")
-    if _is_number(sampling.top_p) and not 0 < sampling.top_p <= 1:
-        problems.append(f"top_p={sampling.top_p} is not above 0 and at most 1")
-    if not _is_whole(sampling.top_k) or sampling.top_k < 0:
-        problems.append(f"top_k={sampling.top_k} is not a whole number from 0")
-    if sampling.logprobs is not None and not (_is_whole(sampling.logprobs) and 0 <= sampling.logprobs <= most):
-        problems.append(f"logprobs={sampling.logprobs!r} is not a whole number from 0 to {most}")
-    if not _is_boolean(sampling.shorten):
-        problems.append(f"shorten={sampling.shorten!r} is not True or False")
-    if sampling.seed is not None and not _is_whole(sampling.seed):
-        problems.append(f"seed={sampling.seed!r} is not a whole number")
-    if not isinstance(sampling.stop, tuple | list) or not all(isinstance(s, str) and s for s in sampling.stop):
-        problems.append(f"stop={sampling.stop!r} is not a tuple of texts that are not empty")
-    elif sampling.stop and not has_tokenizer:
-        problems.append("stop needs texts, and this server has no tokenizer")
-    if sampling.json_schema is not None and not (isinstance(sampling.json_schema, str) and has_tokenizer):
-        problems.append("json_schema is a JSON schema as text, for a server with a tokenizer")
+    problems, logprobs = [], sampling.logprobs
+    if sampling.max_tokens == 0 and not sampling.prompt_logprobs:
+        problems.append("max_tokens: 0 is for prompt_logprobs alone")
+    try:
+        _SAMPLING.validate_python(dict(vars(sampling)))
+        if sampling.prompt_logprobs and logprobs is not None and logprobs > MAX_PROMPT_LOGPROBS:
+            problems.append(f"logprobs: with prompt_logprobs {MAX_PROMPT_LOGPROBS} at most, not {logprobs}")
+    except ValidationError as error:
+        problems += validation_problems(error, show_values=True)
+    if not has_tokenizer and (sampling.stop or sampling.json_schema is not None):
+        problems.append("stop and json_schema need texts, and this server has no tokenizer")
     if problems:
         raise InvalidRequest("the sampling settings cannot be used: " + "; ".join(problems))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_boolean(value: object) -> bool:
-    return isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class TokenChooser:
     def __init__(self, sampling: Sampling, processors: LogitsProcessorList, token_text: TokenText) -> None:
         self.sampling, self.processors, self.token_text = sampling, processors, token_text
         self.generator: torch.Generator | None = None
-        if sampling.temperature:
+        if sampling.temperature >= GREEDY_BELOW:
+            self.warpers = LogitsProcessorList([logits_process.TemperatureLogitsWarper(float(sampling.temperature))])
+            if sampling.top_k:
+                self.warpers.append(logits_process.TopKLogitsWarper(sampling.top_k))
+            self.warpers.append(logits_process.TopPLogitsWarper(sampling.top_p))
             self.generator = torch.Generator()
             if sampling.seed is None:
                 self.generator.seed()
@@ -119,58 +103,28 @@ class TokenChooser:
         return TokenChoice(token, "", chosen, tuple(top))
 
     def _draw(self, scores: torch.Tensor) -> int:
-        sampling = self.sampling
-        if sampling.temperature < GREEDY_BELOW:
-            return int(scores.argmax())
-        scores = scores / sampling.temperature
-        if 0 < sampling.top_k < len(scores):
-            scores = scores.masked_fill(scores < scores.topk(sampling.top_k).values[-1], -torch.inf)
-        probabilities = scores.softmax(-1)
-        if sampling.top_p < 1:
-            ordered, order = probabilities.sort(descending=True, stable=True)
-            outside = ordered.cumsum(-1) - ordered >= sampling.top_p
-            outside[0] = False  # also where top_p is so small that it is 0 in float32
-            probabilities = probabilities.index_fill(0, order[outside], 0.0)
+        unused: Any = None
+        probabilities = self.warpers(unused, scores[None]).softmax(-1)
         return int(torch.multinomial(probabilities, 1, generator=self.generator))
+
+
+NOT_APPLIED = {"encoder_repetition_penalty": 1.0, "guidance_scale": 1.0, "encoder_no_repeat_ngram_size": 0}
+"""Options of a generation config that need more than the tokens of an answer, with the values that change nothing."""
 
 
 def config_processors(
     model: Any, prompt_length: int, max_tokens: int, ends: Sequence[int], forced: Mapping[str, Any] | None = None
 ) -> LogitsProcessorList:
     """Return what a model's generation config does to the scores of greedy decoding and sampling."""
-    config = model.generation_config
-    made: list[Any] = []
-    eos = list(ends)
-
-    def value(name: str, neutral: Any = None) -> Any:
-        matches = (forced or {}).get(name, getattr(config, name, None))
-        return None if matches == neutral else matches
-
-    if (penalty := value("repetition_penalty", 1.0)) is not None:
-        made.append(logits_process.RepetitionPenaltyLogitsProcessor(penalty))
-    if ngram := value("no_repeat_ngram_size", 0):
-        made.append(logits_process.NoRepeatNGramLogitsProcessor(ngram))
-    if bad := value("bad_words_ids"):
-        made.append(logits_process.NoBadWordsLogitsProcessor(bad, eos or None))
-    if (shortest := value("min_length", 0)) and eos:
-        made.append(logits_process.MinLengthLogitsProcessor(shortest, eos))
-    if (shortest := value("min_new_tokens", 0)) and eos:
-        made.append(logits_process.MinNewTokensLengthLogitsProcessor(prompt_length, shortest, eos))
-    if (first := value("forced_bos_token_id")) is not None:
-        made.append(logits_process.ForcedBOSTokenLogitsProcessor(first))
-    if (last := value("forced_eos_token_id")) is not None:
-        made.append(logits_process.ForcedEOSTokenLogitsProcessor(prompt_length + max_tokens, last))
-    if suppressed := value("suppress_tokens"):
-        made.append(logits_process.SuppressTokensLogitsProcessor(suppressed))
-    if suppressed := value("begin_suppress_tokens"):
-        begin = prompt_length + (1 if prompt_length <= 1 and value("forced_bos_token_id") is not None else 0)
-        made.append(logits_process.SuppressTokensAtBeginLogitsProcessor(suppressed, begin))
-    if unknown := [name for name in ("encoder_repetition_penalty", "guidance_scale") if value(name, 1.0) is not None]:
+    config = copy.deepcopy(model.generation_config)
+    for name, value in {**(forced or {}), "do_sample": False, "max_length": prompt_length + max_tokens}.items():
+        setattr(config, name, value)
+    if unknown := [name for name, neutral in NOT_APPLIED.items() if getattr(config, name) not in (None, neutral)]:
         raise DeltuneError(
-            f"the model's generation config has {', '.join(unknown)}, which a server does not apply; set it to 1.0 in "
+            f"the model's generation config has {', '.join(unknown)}, which a server does not apply; leave it out of "
             "its generation_config.json"
         )
-    return LogitsProcessorList(made)
+    return logits_processors(model, config, prompt_length, ends)
 
 
 DECODED_BEFORE = 8

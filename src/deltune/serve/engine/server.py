@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import queue
 import threading
 import time
 import weakref
@@ -32,7 +33,6 @@ from ...errors import (
     error_from_problems,
     error_summary,
     excerpt,
-    unknown_name,
 )
 from ...files import user_path
 from ...models import load_with_tokenizer
@@ -41,7 +41,7 @@ from ..errors import UNANSWERED, EngineClosed, InvalidRequest, RequestTimeout, U
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry, State
 from .encoding import BatchLimits, EncodingLane
-from .folders import HEAD_TASKS, FolderFacts, scan
+from .folders import HEAD_TASKS, scan
 from .generation import EngineContext, GenerationLane
 from .grammar import Grammars
 from .jobs import (
@@ -246,9 +246,8 @@ class Server:
             QueueFull: Too many requests wait.
             EngineClosed: The server is closing.
         """
-        stream = Stream()
-        stream.begin(self._submit(request, stream.put))
-        return stream
+        items: queue.SimpleQueue[TokenChoice | None] = queue.SimpleQueue()
+        return Stream(self._submit(request, items.put), items)
 
     async def asubmit(self, request: Request) -> Answer:
         """Ask, and wait for the answer. Cancelling the task takes the request out of its batch.
@@ -361,16 +360,17 @@ class Server:
 
     def _job(self, request: Request, listener: Listener | None, arrived: float) -> Job:
         """Check a request, and read its text."""
-        entry, facts = self._target(request.delta)
+        entry = self._catalog.known(request.delta)
+        facts = self._base if entry is None else self._catalog.facts(entry)
         check_task(request.task, facts.tasks, request.delta)
         if request.task == "classify":
-            check_pair(request, facts.takes_pairs)
+            check_pair(request, facts.trained.takes_pairs)
         if request.timeout is not None and not request.timeout > 0:
             raise InvalidRequest(f"a timeout is a number of seconds above 0, not {request.timeout}")
         loaded = (None if entry is None else entry.current) or self._base
         readable = readable_length(loaded, self.max_request_tokens)
-        cut = cut_length(request, facts.max_length, readable)
-        job = self._encoder.encode(request, listener, cut, readable, facts.chat_template)
+        cut = cut_length(request, facts.trained.max_length, readable)
+        job = self._encoder.encode(request, listener, cut, readable, facts.trained.chat_template)
         job.submitted = arrived
         if request.task == "generate":
             check_sampling(request.sampling, self.tokenizer is not None)
@@ -380,15 +380,6 @@ class Server:
                 job.grammar = self._grammars.grammar(request.sampling.json_schema)
         check_length(job, loaded, self.max_request_tokens)
         return job
-
-    def _target(self, name: str | None) -> tuple[Entry | None, LoadedDelta | FolderFacts]:
-        """The entry of a delta, and what is known of it: in memory, or from its files."""
-        if name is None:
-            return None, self._base
-        entry = self._catalog.get(name)
-        if entry is None:
-            raise UnknownDelta(unknown_name("delta", name, self._catalog.entries))
-        return entry, self._catalog.facts(entry)
 
     def _on_done(self, job: Job | None, future: Future[Answer]) -> None:
         if job is not None and future.cancelled():
@@ -437,12 +428,9 @@ class Server:
         Raises:
             UnknownDelta: There is no such delta.
         """
-        folder_stays = self._catalog.has_folder(name)  # in this thread, since the disk may be slow
-        self._call(
-            lambda: self._forget(
-                self._catalog.remove(name, folder_stays), f"delta {name!r} was unloaded before it answered"
-            )
-        )
+        stays = self.root is not None and (self.root / name).is_dir()  # in this thread, since the disk may be slow
+        reason = f"delta {name!r} was unloaded before it answered"
+        self._call(lambda: self._forget(self._catalog.remove(name, stays), reason))
 
     def refresh(self, timeout: float | None = None) -> list[DeltaInfo]:
         """Look at the directory of deltas again: new folders, changed ones, and those that are gone.
@@ -652,23 +640,21 @@ class Server:
         Otherwise a tenant with many deltas that share no batch would have a batch in each turn for each of them.
         """
         now = time.monotonic()
-        due = {key: lane for key, lane in self._lanes.items() if lane.busy and lane.due(now) <= 0}
-        chosen = next(iter(due), None)
-        if len(due) > 1:
-            orders = {
-                key: min((self._share.order(job.tenant) for job in lane.jobs()), default=(0, 0))
-                for key, lane in due.items()
-            }
-            chosen = min(orders, key=orders.__getitem__)
-        return chosen
+        orders = {
+            key: min((self._share.order(job.tenant) for job in lane.jobs()), default=(0, 0))
+            for key, lane in self._lanes.items()
+            if lane.busy and lane.due(now) <= 0
+        }
+        return min(orders, key=orders.__getitem__, default=None)
 
     def _place(self, job: Job) -> None:
         """Give a request the version of its delta and put it into a queue, or let it wait for its delta."""
         if job.done:
             return
-        entry = self._catalog.get(job.request.delta)
-        if job.request.delta is not None and entry is None:
-            self._finish(job, UnknownDelta(unknown_name("delta", job.request.delta, self._catalog.entries)))
+        try:
+            entry = self._catalog.known(job.request.delta)
+        except UnknownDelta as error:
+            self._finish(job, error)
             return
         loaded = self._base if entry is None else entry.current
         if entry is not None and entry.state is not State.SERVING:
@@ -737,7 +723,6 @@ class Server:
             self._admission.note_end(now)
             self._wake.notify_all()
         job.end(answer)
-        job.listener = None  # a stream, which has the job
 
     def _count(self, tokens: int) -> None:
         """Count tokens that were generated."""

@@ -89,11 +89,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
 
 
 def call_form(tokenizer: Any, template: str | None) -> CallForm:
-    """Return the form of calls that a chat template writes, by letting it write one.
-
-    Raises:
-        DeltuneError: The template does not show tools, or its form of calls is none of `FORMS`.
-    """
+    """Return the form of calls that a chat template writes, one of `FORMS`, by letting it write one."""
 
     def render(*messages: dict[str, Any], **options: Any) -> str:
         chat = [{"role": "user", "content": "a"}, *messages]

@@ -17,7 +17,7 @@ import torch
 from ...errors import DeltuneError
 from ...runtime.attach import has_sliding_window
 from ...runtime.causal_loss import IGNORE_INDEX
-from ...runtime.padding import eval_mode, ordinary_rows
+from ...runtime.padding import eval_mode, probe_rows
 from ...templates import as_ids
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def choose_packing(model: PreTrainedModel, pad: int | None) -> Packing:
 @torch.no_grad()
 def _keeps_apart(model: PreTrainedModel, packing: Packing) -> bool:
     """Try a model on two texts in one row and on each alone, both ways round."""
-    device, dtype, texts = next(model.parameters()).device, model.dtype, ordinary_rows(model)
+    device, dtype, texts = next(model.parameters()).device, model.dtype, probe_rows(model)
     rows = [{"input_ids": ids, "labels": ids} for ids in texts]
     with eval_mode(model):
         alone = [
