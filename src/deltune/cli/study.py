@@ -454,6 +454,7 @@ def status(
     from ..studies.jobs.pool import job_progress
     from ..studies.jobs.store import ResultStore, folder_of_runs
 
+    store = user_path(store, "--store")
     requested = load_studies(names, scale, data_root, model_root, only)
     rows, runs, claimed = _rows(store), folder_of_runs(store), set[str]()
     if not store.is_dir():

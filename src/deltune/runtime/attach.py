@@ -644,8 +644,8 @@ def export(
     if not gives_up_pooling(pooling) and (trained := attached.delta(name).pooling) != "model":
         raise DeltuneError(
             f"this delta's head reads {trained!r} of the hidden states, and {format} has adapters of the model's class "
-            "alone, whose head reads its pooler: --pooling model (pooling='model') writes it so, which gives other "
-            "outputs; deltune merge RUN --output DIR writes the whole model for sentence-transformers"
+            "alone, whose head reads its pooler: train with --pooling model, or export with it (pooling='model'), "
+            "which gives other outputs; deltune merge RUN --output DIR writes the whole model for sentence-transformers"
         )
     with attached.whole():
         options, tensors = _exported(attached, format, name)

@@ -117,10 +117,10 @@ class TensorTable(UncalledModule):
 
     def initialize_sparse(self, dense: Mapping[str, torch.Tensor]) -> None:
         """Take the initial values of the tensors under a mask from dense ones."""
-        own = self.own_tensors()
+        tensors = self.own_tensors()
         for name, sparse in self.sparse_parameters().items():
             sparse.initialize(dense[name])
-            if (start := own.get(f"{name}{START}")) is not None:
+            if (start := tensors.get(f"{name}{START}")) is not None:
                 start.copy_(dense[name])
 
     def draw_seeded(self, form: Form) -> None:
@@ -128,8 +128,10 @@ class TensorTable(UncalledModule):
         for seed in {spec.seed for spec in self.specs.values()} - {None}:
             shapes = {name: spec.shape for name, spec in self.specs.items() if spec.seed == seed}
             drawn = form.draw(shapes, torch.Generator().manual_seed(cast("int", seed)))
-            if (given := {name: tuple(value.shape) for name, value in drawn.items()}) != shapes:
-                raise DeltuneError(f"{form!r}: draw returns tensors of the shapes {given}, and was asked for {shapes}")
+            if (drawn_shapes := {name: tuple(value.shape) for name, value in drawn.items()}) != shapes:
+                raise DeltuneError(
+                    f"{form!r}: draw returns tensors of the shapes {drawn_shapes}, and was asked for {shapes}"
+                )
             for name, value in drawn.items():
                 self.own_tensors()[name].copy_(value)
 

@@ -77,6 +77,8 @@ class Sweep(BaseModel):
         field = str(info.field_name).removesuffix("s")
         if isinstance(value, str):
             value = [value]
+        if isinstance(value, Mapping) and any(not str(label).isprintable() for label in value):
+            raise ValueError("a label is one line of text")
         if isinstance(value, list | tuple):
             return {" ".join(str(item).split()): {field: item} for item in value}
         if isinstance(value, Mapping):

@@ -434,10 +434,13 @@ def evaluate_model(
 ) -> dict[str, dict[str, float]]:
     """Score a model as it is, before any tuning; a merged one reads rows as its run did, unless told otherwise."""
     trained = merged_facts(Path(model))
-    options = trained.options | ({} if max_length is None else {"max_length": max_length})
-    if answer == "words" and trained.words:
+    options, chosen = dict(trained.options), columns or trained.columns
+    if task is not None:  # a named task has columns, a prompt and answers of its own
+        options, chosen = {name: value for name, value in options.items() if name == "max_length"}, columns
+    elif answer == "words" and trained.words:
         options["words"] = trained.words
-    chosen = columns or (trained.columns if task is None else None)
+    if max_length is not None:
+        options["max_length"] = max_length
     config = RunConfig.from_flat(
         model=model, data=data, task=task, columns=chosen, answer=answer, method="head", data_root=data_root, **options
     )

@@ -88,9 +88,9 @@ def initialize_own(part: MethodPart, tensors: Tensors, widths: Widths, initializ
     """
     known = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     for tensor in known.values():
-        tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
+        tensor.fill_(_unset(tensor))
     _call("initialize", part, widths, initialize)
-    unset = [n for n, t in known.items() if bool((t.isnan() if t.is_floating_point() else t < 0).any())]
+    unset = [n for n, t in known.items() if bool((t.isnan() if t.is_floating_point() else t == _unset(t)).any())]
     if unset:
         raise DeltuneError(
             f"{part!r}: initialize leaves {', '.join(unset)} without initial values: set each tensor in place, such as "
@@ -137,6 +137,11 @@ def affine_difference(form: Form, tensors: Tensors, widths: Widths, at: Place | 
             "merged"
         )
     return f"affine of {type(form).__name__} cannot be compared with its __call__, which raises {failure}"
+
+
+def _unset(tensor: torch.Tensor) -> float:
+    """Return what a tensor is filled with before its initial values are set."""
+    return torch.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
 
 
 def _sample(

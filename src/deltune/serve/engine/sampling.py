@@ -34,13 +34,13 @@ def check_sampling(sampling: Sampling, has_tokenizer: bool) -> None:
     """Check the settings of a request."""
     problems, logprobs = [], sampling.logprobs
     if sampling.max_tokens == 0 and not sampling.prompt_logprobs:
-        problems.append("max_tokens: 0 is for prompt_logprobs alone")
+        problems.append("max_tokens: give at least 1 (0 only with prompt_logprobs)")
     try:
         _SAMPLING.validate_python(dict(vars(sampling)))
-        if sampling.prompt_logprobs and logprobs is not None and logprobs > MAX_PROMPT_LOGPROBS:
-            problems.append(f"logprobs: with prompt_logprobs {MAX_PROMPT_LOGPROBS} at most, not {logprobs}")
     except ValidationError as error:
         problems += validation_problems(error, show_values=True)
+    if sampling.prompt_logprobs and isinstance(logprobs, int) and logprobs > MAX_PROMPT_LOGPROBS:
+        problems.append(f"logprobs: with prompt_logprobs {MAX_PROMPT_LOGPROBS} at most, not {logprobs}")
     if not has_tokenizer and (sampling.stop or sampling.json_schema is not None):
         problems.append("stop and json_schema need texts, and this server has no tokenizer")
     if problems:
@@ -55,7 +55,8 @@ class TokenChooser:
             self.warpers = LogitsProcessorList([logits_process.TemperatureLogitsWarper(float(sampling.temperature))])
             if sampling.top_k:
                 self.warpers.append(logits_process.TopKLogitsWarper(sampling.top_k))
-            self.warpers.append(logits_process.TopPLogitsWarper(sampling.top_p))
+            if sampling.top_p < 1:
+                self.warpers.append(logits_process.TopPLogitsWarper(sampling.top_p))
             self.generator = torch.Generator()
             if sampling.seed is None:
                 self.generator.seed()

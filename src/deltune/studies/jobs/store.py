@@ -344,6 +344,9 @@ def _from_line(line: Mapping[str, Any]) -> JobRecord:
         raise ValueError("it must have either a result or an error")
     if kind not in (None, *get_args(ErrorKind)):
         raise ValueError(f"its error_kind {kind!r} is not one of {', '.join(get_args(ErrorKind))}, of an error")
+    scores = (result or {}).get("scores", {})
+    if not all(isinstance(score, int | float | None) for score in scores.values()):
+        raise ValueError("its scores are not numbers")
     date = str(line.get("date", ""))
     return JobRecord(
         line["job"], line["kind"], dict(line["spec"]), result, error, float(line["seconds"]), kind, date
