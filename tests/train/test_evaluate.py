@@ -72,6 +72,18 @@ def test_other_data(run: RunFolder, tmp_path: Path) -> None:
         evaluate(run.folder, str(tmp_path / "data"), ["test"])
 
 
+def test_all_rows_of_the_own_file_hold_those_of_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.lines(tmp_path / "rows.jsonl", tiny.sentences(20, 0))
+    train(tiny.spec(tmp_path, data=str(tmp_path / "rows.jsonl"), epochs=1), tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    evaluate("run")
+    assert "also those that the run was trained on" not in caplog.text
+    evaluate("run", "rows.jsonl")
+    assert "all rows of rows.jsonl are scored, also those that the run was trained on" in caplog.text
+
+
 def test_other_data_need_no_train_split(run: RunFolder, tmp_path: Path) -> None:
     tiny.data(tmp_path / "data", others=6)
     whole = evaluate(run.folder, str(tmp_path / "data"), ["test"])

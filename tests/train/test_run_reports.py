@@ -342,6 +342,12 @@ def test_what_is_not_clearly_better(analysis: Analysis, expected: str, whole: Ru
     assert re.search(expected, "".join(notes)), notes
     longer = advising.nothing_learned(whole.config, analysis, "test", [*FALLING, {"step": 200, "loss": 0.4}])
     assert len(longer) == len(notes) and all("deltune choose" in note for note in longer)
+    last = max(line["step"] for line in FALLING)
+    early = advising.nothing_learned(whole.config, analysis, "test", FALLING, best_step=last // 2)
+    assert len(early) == len(notes) and all(
+        f"lower learning rate, such as --lr 0.004, since validation was best at step {last // 2} of" in note
+        for note in early
+    )
 
 
 # -- intervals

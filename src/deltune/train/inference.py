@@ -385,6 +385,11 @@ def evaluate(
             f"{run} was scored by its objective when it ended (deltune report {run}); for the perplexity of answers "
             "give conversations: --data"
         )
+    if data is not None and is_file and Path(data).resolve() == Path(source).resolve():
+        logger.warning(
+            "all rows of %s are scored, also those that the run was trained on; leave --data out for the held-out rows",
+            data,
+        )
     if data is not None:  # it is laid out as the run's own, unless it says otherwise
         trained = (folder.trained.columns if folder.trained else None) if is_delta else folder.data.columns
         chosen = columns or config.data.columns or trained or None
@@ -873,7 +878,11 @@ def _load_to_write(opened: RunFolder, pooling: str | None) -> tuple[Tuned, PreTr
         loaded = load_run(opened.folder, opened.base)
         handle, tokenizer = tuned(loaded.model), loaded.tokenizer
     if gives_up_pooling(pooling) and (trained := handle.delta().pooling) != "model":
-        logger.warning("its head was trained on the %s of the hidden states and reads the class's pooler now", trained)
+        logger.warning(
+            "its head was trained on the %s of the hidden states and reads the class's pooler now, for which it may be "
+            "no better than chance; train with --pooling model for a head of its own",
+            trained,
+        )
     return handle, tokenizer
 
 

@@ -79,13 +79,15 @@ def advice(finished: FinishedRun) -> list[str]:
 
     Of several runs it is about the best one, and about their search.
     """
-    nothing = nothing_learned(finished.best_config, finished.analysis, finished.split, finished.log)
+    nothing = nothing_learned(
+        finished.best_config, finished.analysis, finished.split, finished.log, finished.best_metrics.best.step
+    )
     nothing = nothing or few_entities(finished.best_config, finished.best_metrics, finished.split, finished.log)
     # an accuracy that nothing is said about is clearly above the most frequent answer's, however little the loss fell
     has_learned = finished.analysis.accuracy is not None and finished.analysis.baseline is not None
     of_best = [
         *(nothing or ([] if has_learned else loss_stayed(finished.best_config, finished.log))),
-        *beaten_by_probe(finished.best_config, finished.best_metrics, finished.split),
+        *beaten_by_probe(finished.best_config, finished.best_metrics, finished.split, finished.log),
         *loss_rose(finished.best_config, finished.log),
         *(str(line["untrained"]) for line in finished.log if "untrained" in line),
         *never_rewarded(finished.log),
@@ -112,7 +114,7 @@ def against_probe(metrics: RunMetrics, split: str) -> tuple[str, float, float] |
     return (names[0], float(of_probe[names[0]]), float(scores[names[0]])) if names else None
 
 
-def beaten_by_probe(config: RunConfig, metrics: RunMetrics, split: str) -> list[str]:
+def beaten_by_probe(config: RunConfig, metrics: RunMetrics, split: str, log: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say if a linear probe of the frozen model does better than the tuned model."""
     compared = against_probe(metrics, split)
     if compared is None:
@@ -123,11 +125,17 @@ def beaten_by_probe(config: RunConfig, metrics: RunMetrics, split: str) -> list[
     start = "" if config.method.head_init == "probe" else "a head that begins from the probe (--head-init probe), "
     return [
         f"the tuned model is no better than a linear probe of the frozen one: {name} {tuned:.3f} and {of_probe:.3f} on "
-        f"{split}. Try a longer run, such as {_longer(config)}, {start}or another learning rate (--lr)"
+        f"{split}. Try {_longer_or_lower(config, log, metrics.best.step)}, {start}or another learning rate (--lr)"
     ]
 
 
-def nothing_learned(config: RunConfig, analysis: Analysis, split: str, log: Sequence[Mapping[str, Any]]) -> list[str]:
+def nothing_learned(
+    config: RunConfig,
+    analysis: Analysis,
+    split: str,
+    log: Sequence[Mapping[str, Any]],
+    best_step: int | None = None,
+) -> list[str]:
     """Say if the model answers all rows alike, or not clearly better than by giving the most frequent answer."""
     if analysis.constant is not None:
         is_majority = analysis.baseline is not None and analysis.constant == analysis.majority
@@ -158,6 +166,8 @@ def nothing_learned(config: RunConfig, analysis: Analysis, split: str, log: Sequ
         what = f"nothing on {split} is answered right"
     else:
         return []
+    if _was_best_early(log, best_step):
+        return [f"{what}. Try {_longer_or_lower(config, log, best_step)}"]
     rate = _other_rate(config, log, bool(loss_rose(config, log)))
     if _steps(log) < SEARCHABLE_STEPS:  # so short a run at any rate may have learned nothing yet
         return [
@@ -288,6 +298,18 @@ def _other_rate(config: RunConfig, log: Sequence[Mapping[str, Any]], rose: bool)
 def _steps(log: Sequence[Mapping[str, Any]]) -> int:
     """Return how many steps a log is of."""
     return max((int(line["step"]) for line in log), default=0)
+
+
+def _was_best_early(log: Sequence[Mapping[str, Any]], best_step: int | None) -> bool:
+    """Whether the best validation lies in the first half of a run, so that a longer one would hardly help."""
+    return best_step is not None and 2 * best_step <= _steps(log)
+
+
+def _longer_or_lower(config: RunConfig, log: Sequence[Mapping[str, Any]], best_step: int | None) -> str:
+    if not _was_best_early(log, best_step):
+        return f"a longer run, such as {_longer(config)}"
+    rate, steps = config.optim.rate / RATE_FACTOR, _steps(log)
+    return f"a lower learning rate, such as --lr {rate:.2g}, since validation was best at step {best_step} of {steps}"
 
 
 def _longer(config: RunConfig) -> str:
