@@ -561,6 +561,8 @@ def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> Non
     run = tmp_path / "run"
     deltune("train", *options(root, output=run, **{"max-train-rows": 8}))
     (tmp_path / "texts.txt").write_text("a plum\n\nthe saw\n")
+    refused = deltune("predict", run, "--file", tmp_path / "texts.txt", "--output", tmp_path / "out.csv")
+    assert refused.code == 2 and "give --output FILE.jsonl" in refused.err and not (tmp_path / "out.csv").exists()
     result = deltune("predict", run, "--file", tmp_path / "texts.txt", "--output", tmp_path / "new" / "out.jsonl")
     rows = tiny.objects(tmp_path / "new" / "out.jsonl")
     assert result.code == 0 and not result.out and [row["input"] for row in rows] == ["a plum", "the saw"]

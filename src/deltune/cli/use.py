@@ -183,6 +183,8 @@ def predict(
         raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
     if row_task is not None and not text:
         raise DeltuneError("--row-task is of --text; a file has a column for the task of each row")
+    if output is not None and output.suffix != ".jsonl":
+        raise DeltuneError(f"predictions are JSON lines: give --output FILE.jsonl, not {output}")
     if pair and len(pair) != len(text or ()):
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
     with log_to_stderr(quiet):

@@ -119,7 +119,7 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
         if column not in table.columns
     ]
     if missing:
-        raise DeltuneError(" ".join(missing))
+        raise DeltuneError(f"{' '.join(missing)} The run reads these names: rename the columns of the file")
     read = word_list([f"{column} ({role})" for role, column in columns.items()])
     unread = first_names([c for c in table.columns if c not in ("id", *columns.values())], 5)
     logger.info("%s: columns that are read: %s%s", path.name, read, f"; not read: {unread}" if unread else "")
