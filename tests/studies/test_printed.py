@@ -73,10 +73,8 @@ def test_sizes_that_small_runs_have_in_place_of_the_papers() -> None:
     for name in ("uv/glue", "ln/nlu"):
         study = STUDIES[name](StudySetup("small", runs=False))
         records = {record.name: record for record in read_results(RESULTS, [name])}
-        outcomes = study.outcomes(records)
-        shares[name] = {
-            o.cell["method"]: f"{o.count['percent']:.2f} %" for o in outcomes if o.error is None and "method" in o.cell
-        }
+        outcomes = [one for one in study.outcomes(records) if one.error is None and "method" in one.cell]
+        shares[name] = {one.cell["method"]: f"{one.count['percent']:.2f} %" for one in outcomes}
     assert f"MAM trains {shares['uv/glue']['mam']}" in words["uv/glue"][0]
     of_methods = sorted({shares["ln/nlu"][method] for method in ("adapter", "prefix", "lora", "mam")})
     assert f"{of_methods[0]} to {of_methods[-1]}" in words["ln/nlu"][1]
