@@ -27,6 +27,7 @@ from transformers import PreTrainedModel  # noqa: E402
 
 import deltune  # noqa: E402
 from benchmarks.frame import Report  # noqa: E402
+from benchmarks.rows import Row  # noqa: E402
 from deltune import models  # noqa: E402
 from deltune.interop import peft_table  # noqa: E402
 from deltune.methods.registry import GROUPS, REGISTRY  # noqa: E402
@@ -196,12 +197,17 @@ def beside_peft(name: str, folder: Path) -> tuple[str, str]:
     return f"{outputs:.0e}", "PEFT's are wrong" if gradients is None else f"{gradients:.0e}"
 
 
+@cache
+def measured_rows() -> list[Row]:
+    """The committed results of the benchmark that times steps."""
+    return Report.read(TIMES).all_rows()
+
+
 def step(name: str) -> str:
     """A step's time by PEFT's, in the benchmark's results."""
     if of_peft(name) == "none":
         return "not in PEFT"
-    rows = Report.read(TIMES).all_rows()
-    found = [r.figure for r in rows if re.fullmatch(rf"step / PEFT's: {name}(\(.*\))?", r.name) and r.figure]
+    found = [r.figure for r in measured_rows() if re.fullmatch(rf"step / PEFT's: {name}(\(.*\))?", r.name) and r.figure]
     return f"{found[0]:.2f}" if found else "not timed"
 
 

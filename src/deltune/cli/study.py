@@ -458,7 +458,8 @@ def status(
     requested = load_studies(names, scale, data_root, model_root, only)
     rows, runs, claimed = _rows(store), folder_of_runs(store), set[str]()
     if not store.is_dir():
-        claimed = ResultStore(store, read_only=True).claimed_jobs()
+        with ResultStore(store, read_only=True) as results:
+            claimed = results.claimed_jobs()
     facts: dict[str, dict[str, Any]] = {}
     labels: dict[str, str] = {}
     for study in requested:

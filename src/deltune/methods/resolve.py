@@ -49,7 +49,7 @@ class ResolvedEdit:
     def starts(self) -> Specs:
         """The buffers of initial values, which entries that a mask leaves out keep.
 
-        Parts of the library say what such entries are (`fill_untrained`); those of the user's own do not need to.
+        Forms of the library fill such entries by `fill_untrained`; a form of the user's own need not write it.
         """
         form, compose, widths = self.modification.form, self.modification.compose, self.place.widths
         if self.mask is None:

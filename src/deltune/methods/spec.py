@@ -20,9 +20,8 @@ from ..anatomy.types import html_table
 from ..errors import DeltuneError, check_choice, error_from_problems, unknown_name
 from .compositions import Add, Composition, Scale, SigmoidGate
 from .forms.attention import Prefix
-from .forms.base import Form, MatrixForm, Routed, check_form_class, check_frozen, refuse_sum
+from .forms.base import INSERTIONS, Form, Routed, check_form_class, check_frozen, refuse_sum
 from .forms.hidden import Vector
-from .forms.orthogonal import Rotation
 from .other_names import hint_for_site
 from .parser import (
     argument_types,
@@ -199,7 +198,7 @@ class Modification(Method):
         check_experts(self.experts, (self.site,))
         for name, value, allowed in (
             ("site", "ffn" if is_pattern(self.site) else self.site, SITES),
-            ("insertion", self.insertion, ("parallel", "sequential", "input")),
+            ("insertion", self.insertion, INSERTIONS),
             ("x", self.x, X_CHOICES),
         ):
             if value not in allowed:
@@ -212,16 +211,14 @@ class Modification(Method):
             raise DeltuneError(f"{form} acts at site {SITES_FOR_NEED[needs][0]!r}, not at {self.site!r}")
         if self.site == "hidden_states" and needs != "states":
             raise DeltuneError(f"{form} cannot act at site {self.site!r}: it changes hidden states at one point")
-        of_weight = self.form.reads_weight and not isinstance(self.form, MatrixForm)
-        possible = ("parallel", "input") if isinstance(self.form, Rotation) else ("parallel",)
-        if of_weight and self.insertion not in possible:
+        if self.insertion not in (possible := self.form.insertions):
             raise DeltuneError(
                 f"{form} is computed from the weight of a projection, and so reads what the projection reads: give "
                 f"insertion={possible[-1]!r}"
             )
         if self.site == "embedding" and needs == "hidden" and self.insertion == "parallel":
             if not self.form.reads_ids:
-                advice = "choose another site" if of_weight else "give insertion='sequential'"
+                advice = "give insertion='sequential'" if "sequential" in possible else "choose another site"
                 raise DeltuneError(f"the embedding reads token ids, which {form} cannot: {advice}")
             if self.compose.reads_x:
                 raise DeltuneError(f"the embedding reads token ids, which {self.compose!r} cannot read")

@@ -21,7 +21,7 @@ from ..compat import UncalledModule, buffers_of, parameters_of
 from ..errors import DeltuneError, excerpt
 from ..methods.compositions import SigmoidGate
 from ..methods.forms.base import Form, Place, Specs, WeightForm, WeightPlace
-from ..methods.forms.checks import initialize_own
+from ..methods.forms.checks import initialize_part
 from ..methods.forms.low_rank import LowRank
 from ..methods.positions import ALL
 from ..methods.resolve import START, ResolvedEdit, ResolvedMethod
@@ -343,21 +343,12 @@ class Edit(TensorTable):
     def initialize(self, at: Place | None, shared: Mapping[str, torch.Tensor]) -> None:
         """Set the initial values of the form's and the composition's tensors."""
         with torch.no_grad():
-            dense, compose, names = (
-                {**self.dense_tensors(), **shared},
-                self.modification.compose,
-                self.composition_names,
-            )
+            dense, names, widths = {**self.dense_tensors(), **shared}, self.composition_names, self.place.widths
+            form, compose = self.form, self.modification.compose
             of_form = {n: t for n, t in dense.items() if n not in names}
             of_compose = {n: t for n, t in dense.items() if n in names}
-            if self.form.is_own:
-                initialize_own(self.form, of_form, self.place.widths, lambda: self.form.initialize(of_form, at))
-            else:
-                self.form.initialize(of_form, at)
-            if compose.is_own:
-                initialize_own(compose, of_compose, self.place.widths, lambda: compose.initialize(of_compose))
-            else:
-                compose.initialize(of_compose)
+            initialize_part(form, of_form, widths, lambda: form.initialize(of_form, at))
+            initialize_part(compose, of_compose, widths, lambda: compose.initialize(of_compose))
             self.initialize_sparse(dense)
 
     def set_initial_value(self, name: str, value: torch.Tensor) -> None:

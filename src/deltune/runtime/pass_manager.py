@@ -478,9 +478,8 @@ class PassManager:
         try:
             return run_in_pass(forward_pass, call, args, kwargs)
         finally:
-            retry_if_interrupted(
-                lambda: self._end(forward_pass)
-            )  # interrupted, others would wait forever for this pass
+            # interrupted, others would wait forever for this pass
+            retry_if_interrupted(lambda: self._end(forward_pass))
 
     def _end(self, forward_pass: ForwardPass) -> None:
         with self.lock.mutex:

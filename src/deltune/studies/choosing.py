@@ -378,7 +378,7 @@ class _Search:
         return self.setup + number * (cost.steps * cost.step_seconds / EIGHTHS + share * cost.validation_seconds)
 
     def _fits(self, *costs: StepCost) -> bool:
-        """Whether finals of these costs, and a look at the test split, end within the minutes at the pace so far."""
+        """Return whether final runs of these costs and scoring the test split would end within the minutes."""
         if self.minutes is None:
             return True
         tested = self.relative.get("test", 0) * costs[0].validation_seconds
@@ -387,7 +387,7 @@ class _Search:
         return needed <= 60 * self.minutes - self.seconds
 
     def _time_is_up(self) -> bool:
-        """Whether the search must end, so that the finals have the rest of the minutes."""
+        """Return whether the search must end, so that enough of the minutes is left for the final runs."""
         if self.minutes is None or not any(trial.intermediate_values for trial in self.study.trials):
             return False
         return self.seconds > SEARCH_SHARE * 60 * self.minutes or not self._fits(*self.longest)
@@ -668,8 +668,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def _winner(finalists: Sequence[Candidate], higher_is_better: bool) -> tuple[Candidate, bool]:
     """Return the finalist with the best mean, and whether its interval is apart from the other's.
 
-    If not, the one that can be merged is taken, then the smaller one, then the better mean. One seed has no interval:
-    the better score is taken.
+    Where the intervals overlap, a finalist that can be merged goes first, then the smaller, then the better mean. One
+    seed has no interval, and the better score is taken.
     """
     sign = 1 if higher_is_better else -1
     ranked = sorted(finalists, key=lambda one: -sign * statistics.fmean(one.finals))

@@ -234,7 +234,7 @@ def peft(setup: StudySetup) -> Study:
 
 
 POOLINGS = {"first token": "model", "mean": "mean"}
-"""What the head of minilm-d128 reads -> `pooling`; its pooler hands on the first token as it is."""
+"""What the head of minilm-d128 reads -> the option `pooling`. The pooler of this model changes nothing."""
 
 
 def pooling(setup: StudySetup) -> Study:

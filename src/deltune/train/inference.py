@@ -35,6 +35,7 @@ from ..models import (
 )
 from ..runtime import attach
 from ..runtime.attach import atomic_new_folder, load, tuned
+from ..runtime.delta_schema import TrainedFacts
 from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
 from ..runtime.pooling import begin_with_head_of, gives_up_pooling, write_sentence_model
@@ -544,15 +545,8 @@ def generate(
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
     is_encoder_decoder = model.config.is_encoder_decoder
-    facts = merged_facts(Path(source)) if loaded is None else loaded.run.trained
-    is_answer = facts is not None and facts.chat_template is not None and not is_encoder_decoder
-    if loaded is None and facts is not None and facts.generates:  # as the run encodes it that the model is merged from
-        encode = (SEQ2SEQ_GENERATION if is_encoder_decoder else CAUSAL_GENERATION).encode
-        limits = TaskOptions(facts.max_length or TaskOptions.max_length, template=facts.template or "")
-        rows = encode(tokenizer, model, {"source": list(prompts)}, limits, False).rows
-        encoded = [list(row["input_ids"]) for row in rows]
-    else:
-        encoded = [_prompt_ids(loaded, tokenizer, prompt, is_answer, is_encoder_decoder) for prompt in prompts]
+    facts = (merged_facts(Path(source)) if loaded is None else loaded.run.trained) or TrainedFacts()
+    encoded = [_prompt_ids(loaded, model, tokenizer, prompt, facts) for prompt in prompts]
     if not is_encoder_decoder:
         _check_room(model, [len(ids) for ids in encoded], max_tokens)
     texts: list[str] = []
@@ -639,13 +633,19 @@ def open_language_model(
 
 
 def _prompt_ids(
-    loaded: LoadedRun | None, tokenizer: Any, prompt: str, is_answer: bool, is_encoder_decoder: bool
+    loaded: LoadedRun | None, model: PreTrainedModel, tokenizer: Any, prompt: str, facts: TrainedFacts
 ) -> list[int]:
-    """Return the token ids of a prompt, as the run was trained to read it."""
+    """Return the token ids of a prompt, as the run was trained to read it, or the run that the model is merged from."""
+    is_encoder_decoder = model.config.is_encoder_decoder
     if loaded is not None and loaded.kind.name == "generation":
         row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
         return list(row["input_ids"])
-    if is_answer and (loaded is None or loaded.kind is CHAT):
+    if loaded is None and facts.generates:
+        kind = SEQ2SEQ_GENERATION if is_encoder_decoder else CAUSAL_GENERATION
+        limits = TaskOptions(facts.max_length or TaskOptions.max_length, template=facts.template or "")
+        row = kind.encode(tokenizer, model, {"source": [prompt]}, limits, False).rows[0]
+        return list(row["input_ids"])
+    if facts.chat_template is not None and not is_encoder_decoder and (loaded is None or loaded.kind is CHAT):
         return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
     if is_encoder_decoder:
         return list(tokenize(tokenizer, [prompt], names=[repr(prompt)])["input_ids"][0])

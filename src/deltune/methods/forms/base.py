@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Tensors: TypeAlias = "Mapping[str, torch.Tensor]"
 Shapes = dict[str, tuple[int, ...]]
+INSERTIONS = ("parallel", "sequential", "input")
+"""Where a form may act: beside what it changes, behind it, or at the input of a projection."""
 Statistic = Literal["covariance", "moments", "gradient", "quantisation error", "common basis"]
 """What a form's initial values may need of data, or of other weights; see `Place.statistic`."""
 FIRST_PASS = "first pass"
@@ -205,7 +207,7 @@ class MethodPart:
 
     @property
     def is_own(self) -> bool:
-        """Whether its class is a user's own, and none of the library."""
+        """Whether its class was written outside deltune."""
         return type(self).__module__.partition(".")[0] != __name__.partition(".")[0]
 
     def __add__(self, other: object) -> NoReturn:
@@ -287,6 +289,11 @@ class Form(MethodPart):
     reads_weight: ClassVar[bool] = False
     reads_first_pass: ClassVar[bool] = False
     reads_text: ClassVar[bool] = False
+
+    @property
+    def insertions(self) -> tuple[str, ...]:
+        """Where it can act; what is computed from the weight of a projection reads what the projection reads."""
+        return ("parallel",) if self.reads_weight else INSERTIONS
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -376,8 +383,8 @@ class Form(MethodPart):
     def fill_untrained(self, tensors: Tensors, buffers: Tensors) -> None:
         """Fill tensors, in place, with the values of entries that a mask leaves out, which change nothing.
 
-        In a form of your own that does not write it, these entries stay at their initial values, which are then saved;
-        those of the factors of `mask_factors` are 0.
+        In a form of your own that does not write it, these entries keep their initial values, which are then saved;
+        entries of the factors of `mask_factors` are 0.
 
         Args:
             buffers: The other tensors by name.
@@ -699,6 +706,10 @@ class MatrixForm(WeightForm):
     """A form that is a matrix: Δh = A u and W' = W + A with A = `matrix(tensors)`, which does not depend on W."""
 
     acts_on_weights: ClassVar[bool] = True
+
+    @property
+    def insertions(self) -> tuple[str, ...]:
+        return INSERTIONS
 
     def matrix(self, tensors: Tensors) -> torch.Tensor:
         """Compute the matrix.

@@ -74,8 +74,8 @@ def _check_written(form: Form, specs: Specs) -> None:
             )
 
 
-def initialize_own(part: MethodPart, tensors: Tensors, widths: Widths, initialize: Callable[[], None]) -> None:
-    """Call `initialize` of a form or composition of the user's own, and check that it sets every tensor.
+def initialize_part(part: MethodPart, tensors: Tensors, widths: Widths, initialize: Callable[[], None]) -> None:
+    """Call `initialize` of a form or composition; of the user's own also check that it sets every tensor.
 
     Args:
         part: The form or composition.
@@ -86,6 +86,9 @@ def initialize_own(part: MethodPart, tensors: Tensors, widths: Widths, initializ
     Raises:
         DeltuneError: It raises an error, or leaves values that are not numbers.
     """
+    if not part.is_own:
+        initialize()
+        return
     known = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
     for tensor in known.values():
         tensor.fill_(_unset(tensor))

@@ -67,6 +67,10 @@ class Rotation(Form):
     terms: Depth = 5
     shared_block: bool = field(default=False, kw_only=True)
 
+    @property
+    def insertions(self) -> tuple[str, ...]:
+        return ("parallel", "input")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.block_size < 2 or (0 < self.terms < 4):

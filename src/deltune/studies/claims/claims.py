@@ -336,7 +336,7 @@ def _contrast(
     cells: Cells, one: CellSelector, other: CellSelector | None, measurement: Measurement, low: float, high: float,
     axis: str = "",
 ) -> Comparison:  # fmt: skip
-    """Compare the mean of some cells, less that of others if there are any, or its fitted change along an axis.
+    """Compare a mean of cells, or its difference to the mean of others, or its fitted change along an axis.
 
     A difference is turned so that positive is better; where lower is better, its words are the other way round.
     """

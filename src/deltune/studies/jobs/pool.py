@@ -36,7 +36,7 @@ PRELOADED = ["deltune.train.run", "deltune.studies.jobs.pool"]
 """What the server of worker processes imports before the first is forked."""
 
 Answer = JobRecord | BusyError | StorageError
-"""What a worker says of a job: its record, or an error that is not the job's fault, of which nothing is recorded."""
+"""A worker's answer to a job: the record, or an error of the machine, of which nothing is recorded."""
 
 
 class WorkerPool:
@@ -86,7 +86,7 @@ def execute_safely(job: Job, runs: Path, model_cache: ModelCache) -> Answer:
 
 
 def _execute_when_free(job: Job, runs: Path, model_cache: ModelCache) -> ResultValues:
-    """Do a job; a worker whose scheduler was killed may still be at it for a moment."""
+    """Do a job; wait a moment while the worker of a scheduler that was killed still holds its folder."""
     for _ in range(BUSY_RETRIES):
         with contextlib.suppress(BusyError):
             return execute(job, runs, model_cache)

@@ -301,7 +301,7 @@ def _steps(log: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _was_best_early(log: Sequence[Mapping[str, Any]], best_step: int | None) -> bool:
-    """Whether the best validation lies in the first half of a run, so that a longer one would hardly help."""
+    """Return whether the best validation was in the first half of a run: then a longer run hardly helps."""
     return best_step is not None and 2 * best_step <= _steps(log)
 
 
