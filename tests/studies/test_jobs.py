@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from deltune.studies.jobs.timing import time_methods
 from deltune.train.data import loading as reading
 from deltune.train.inference import evaluate
 from deltune.train.probe import probe_model
+from deltune.train.run_folder import RunFolder
 from deltune.train.setup import ModelCache
 
 
@@ -73,6 +75,21 @@ def test_transfer(root: Path, tmp_path: Path) -> None:
     assert same["scores"] == pytest.approx(expected)
     with pytest.raises(DeltuneError, match="the run's labels are 0, 1"):
         evaluate(tmp_path / spec.name, other={**target, "relabel": {"negative": "no", "positive": "yes"}})
+
+
+def test_two_jobs_that_need_a_run_without_a_folder_train_it_once(root: Path, tmp_path: Path) -> None:
+    """As after `study import`, which has results and no deltas; and where the training of such a run was cut short."""
+    spec = tiny.spec(root, method="layernorm", epochs=2)
+    other = {"data": str(root / "data")}
+    jobs = [transfer_job(run_job(spec), other), term_change_job(run_job(spec))]
+    with ThreadPoolExecutor(2) as pool:
+        first = list(pool.map(lambda job: execute(job, tmp_path, ModelCache()), jobs))
+    folder = RunFolder(tmp_path / spec.name)
+    assert [line["step"] for line in folder.read_log() if "eval_loss" in line] == [6, 12]
+    folder.metrics_file.unlink()
+    (folder.delta / "delta.json").unlink()
+    again = [execute(job, tmp_path, ModelCache()) for job in jobs]
+    assert first[0]["scores"] == again[0]["scores"] and first[1]["changes"] == again[1]["changes"]
 
 
 def test_probe(root: Path, tmp_path: Path) -> None:

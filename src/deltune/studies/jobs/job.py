@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ...anatomy.inspection import inspect
 from ...errors import DeltuneError, check_extra
+from ...files import file_lock
 from ...models import load_config, load_model
 from ...runtime.attach import attach, load
 from ...train import (
@@ -351,7 +352,7 @@ def _trained_run(values: Mapping[str, Any], roots: Roots, runs: Path, model_cach
     """Return the run whose delta is needed. One whose result was imported has none yet and is trained."""
     spec = RunConfig.from_canonical(values["run"])
     folder = run_folder(runs, spec)
-    if not folder.exists():
+    with file_lock(folder.with_suffix(".lock")):  # another worker may need it too
         _train(spec, folder, model_cache, roots)
     return RunFolder(folder)
 
