@@ -242,11 +242,22 @@ class SentenceModules:
 
     Attributes:
         pooling: The pooling, one of `POOLINGS`; another one by sentence-transformers' own name.
-        head: The weights of the linear that ends it, where that is a head over the labels of the configuration.
+        head: The weights of the linear that ends it, where its folder has the labels (`HEAD_LABELS`) that it is for.
+        labels: The names of these labels.
+        problem_type: What the outputs of this head mean, as in a configuration of transformers.
     """
 
     pooling: Pooling | str
     head: Path | None = None
+    labels: tuple[str, ...] = ()
+    problem_type: str | None = None
+
+
+HEAD_LABELS = "labels.json"
+"""The file with the labels of a linear of sentence-transformers that is a head.
+
+The model's configuration has none: a classifier of transformers would take them for a head that the weights lack.
+"""
 
 
 SENTENCE_POOLINGS = {"mean": "mean", "first": "cls", "last": "lasttoken"}
@@ -277,11 +288,13 @@ def sentence_modules(name: str) -> SentenceModules | None:
     modes = "+".join(map(str, modes or ["mean"])) if isinstance(modes, list) else str(modes)
     pooling = next((ours for ours, theirs in SENTENCE_POOLINGS.items() if theirs == modes), modes)
     kind, path = folders[-1]
-    dense = _file_beside(source, f"{path}/config.json") if kind == "Dense" else None
-    options = {} if dense is None else read_json(dense, unique_keys=False)
-    labels = options.get("out_features")
-    is_head = labels == load_config(name).num_labels and str(options.get("activation_function")).endswith(".Identity")
-    return SentenceModules(pooling, _file_beside(source, f"{path}/model.safetensors") if is_head else None)
+    file = _file_beside(source, f"{path}/{HEAD_LABELS}") if kind == "Dense" else None
+    head = {} if file is None else read_json(file)
+    labels = head.get("labels", ()) if isinstance(head, dict) else None
+    if not isinstance(labels, list | tuple) or not all(isinstance(label, str) for label in labels):
+        raise DeltuneError(f"{file} is not as deltune merge writes it: labels, a list of names, and problem_type")
+    weights = _file_beside(source, f"{path}/model.safetensors") if labels else None
+    return SentenceModules(pooling, weights, tuple(labels), head.get("problem_type"))
 
 
 def _file_beside(source: ModelSource, name: str) -> Path | None:
@@ -493,20 +506,28 @@ def trained_head(config: PreTrainedConfig) -> str | None:
 
 
 class TrainedHead(NamedTuple):
-    """The head that a model's files have: its kind, None if no known one, its labels, and the pooling that it reads."""
+    """The head that a model's files have.
+
+    Attributes:
+        kind: One of `HEADS`; None if it is no known one.
+        labels: The names of its labels.
+        pooling: The pooling that it reads.
+        problem_type: What its outputs mean, as in a configuration of transformers.
+    """
 
     kind: str | None
     labels: tuple[str, ...]
     pooling: str
+    problem_type: str | None
 
 
 def read_trained_head(name: str) -> TrainedHead:
     """Read which head a model's files have: of its class, or behind the modules of sentence-transformers."""
     config, sentences = load_config(name), sentence_modules(name)
-    labels = tuple(str(label) for _, label in sorted((config.id2label or {}).items()))
     if sentences is not None and sentences.head is not None:
-        return TrainedHead("classification", labels, sentences.pooling)
-    return TrainedHead(trained_head(config), labels, "model")
+        return TrainedHead("classification", sentences.labels, sentences.pooling, sentences.problem_type)
+    labels = tuple(str(label) for _, label in sorted((config.id2label or {}).items()))
+    return TrainedHead(trained_head(config), labels, "model", config.problem_type)
 
 
 HEADS_ALONE = ("seq2seq-lm", "causal-lm", "classification", "tagging")

@@ -30,7 +30,7 @@ from ..files import (
 from ..interop.base import is_foreign, read_options
 from ..interop.foreign import foreign_base
 from ..methods.registry import parse
-from ..models import HEADS_WITH_LABELS, NAME_ON_HUB, head_of_class_name, load_config, read_trained_head
+from ..models import HEADS_WITH_LABELS, NAME_ON_HUB, head_of_class_name, read_trained_head
 from ..runtime.delta_schema import TrainedFacts
 from ..runtime.serialization import read_metadata
 from .config import RunConfig, read_config
@@ -485,7 +485,7 @@ class ModelFolder(DeltaFolder):
     def __init__(self, folder: str | Path, *, pairs: bool = False) -> None:
         """Read what the model's files say of its head."""
         RunFolder.__init__(self, folder, writer=False)
-        kind, self._labels, self.pooling = read_trained_head(str(self.folder))
+        kind, self._labels, self.pooling, self._problem_type = read_trained_head(str(self.folder))
         if kind is None or kind not in HEADS_WITH_LABELS:
             raise DeltuneError(
                 f"{self.folder} is a model without a trained head over labels, and spec.yaml is missing, which a run "
@@ -493,7 +493,6 @@ class ModelFolder(DeltaFolder):
             )
         self.base, self.is_foreign, self.names_labels = str(self.folder), False, False
         self._method, self._trained = "head", merged_facts(self.folder)
-        self._problem_type = load_config(self.base).problem_type
         self.head, self.pairs = kind, pairs or bool(self._trained.takes_pairs)
 
 
