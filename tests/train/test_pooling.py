@@ -127,5 +127,5 @@ def test_transformers_sees_no_head_in_a_merged_run(kind: str, tmp_path: Path) ->
         assert after["scores"] == (before["scores"] and pytest.approx(before["scores"], abs=1e-5))
     assert load_run(merged).kind.name == kind
     (merged / "2_Dense" / "labels.json").write_text('{"labels": "yes"}')
-    with pytest.raises(DeltuneError, match="labels.json is not as deltune merge writes it"):
+    with pytest.raises(DeltuneError, match=r"labels\.json is not as deltune merge writes it"):
         load_run(merged)
