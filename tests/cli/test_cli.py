@@ -573,6 +573,22 @@ def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> Non
     for file, match in [("x.csv", "unknown column 'text'"), ("none.txt", "cannot be read")]:
         wrong = deltune("predict", run, "--file", tmp_path / file)
         assert wrong.code == 2 and match in wrong.err
+    for suffix, text in (
+        ("csv", "key,text,label\n7,a plum,fruit\n8,,tool\n"),
+        ("jsonl", '{"id": 7, "text": "a plum", "more": {"a": [1]}}\n{"id": 7, "text": " ", "more": null}\n'),
+        ("tsv", "prediction\ttext\n7\ta plum\n"),
+    ):
+        (tmp_path / f"keys.{suffix}").write_text(text)
+    for suffix, kept in (
+        ("csv", [{"id": "1", "key": "7", "label": "fruit"}, {"id": "2", "key": "8", "label": "tool"}]),
+        ("jsonl", [{"id": 7, "more": {"a": [1]}}, {"id": 7, "more": None}]),
+    ):
+        with_keys = deltune("predict", run, "--file", tmp_path / f"keys.{suffix}", "--json")
+        answers = ("input", "prediction", "scores")
+        assert [{k: v for k, v in row.items() if k not in answers} for row in json.loads(with_keys.out)] == kept
+        assert "1 row of the input without text: 2" in with_keys.err and "written with each prediction" in with_keys.err
+    clash = deltune("predict", run, "--file", tmp_path / "keys.tsv")
+    assert clash.code == 2 and "keys.tsv has the column prediction, and each row" in clash.err
     (tmp_path / "empty.txt").write_text("\n")
     assert "empty" in deltune("predict", run, "--file", tmp_path / "empty.txt").err
     for wrong_options in ([], ["--text", "a", "--file", "b"], ["--text", "a", "--pair", "b", "--pair", "c"]):

@@ -167,7 +167,10 @@ def predict(
     row_task: Annotated[str | None, typer.Option(help="The task of the texts, of a run that learned several.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
+        typer.Option(
+            help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns; its other columns "
+            "are written with the predictions."
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Where the result is written [printed; a .jsonl file].")] = None,
     base: BaseModelOption = None,

@@ -50,7 +50,7 @@ from .data.tag_schemes import PLAIN
 from .metrics.base import Score, Scores
 from .metrics.intervals import score_intervals
 from .metrics.registry import METRICS, compute_scores
-from .overview import absent_labels, label_counts
+from .overview import absent_labels, blank_notes, label_counts
 from .prediction_inputs import Input, columns_from_inputs
 from .presets import merge_values
 from .progress import ProgressDisplay
@@ -503,6 +503,8 @@ def _score_splits(
     for split in requested:
         if absent := absent_labels(counts_of.get(split, {}), split, setup.metrics):
             logger.warning("%s: %s", split, absent)
+        for line in blank_notes(rows.kind, by_split[split], split):
+            logger.warning("%s", line)
     with ProgressDisplay(progress) as bar, explain_write_errors(target or rows.source):
         encoded_splits = token_cache.encode_splits(
             kind, context.tokenizer, context.model, by_split, context.options, (), rows.fingerprint, bar.start_rows
@@ -762,7 +764,7 @@ def predict_rows(
     base: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Answer inputs that have ids."""
+    """Answer inputs that have ids; what else stands beside them stays in their rows."""
     first = inputs[0]["input"] if inputs else ""
     pairs = not isinstance(first, str) and (isinstance(first, list) or "pair" in first)
     loaded = load_run(run, base, pairs=pairs, labels=labels)
@@ -770,7 +772,7 @@ def predict_rows(
     columns = columns_from_inputs(loaded.kind.name, loaded.run, texts)
     return [
         {
-            "id": row["id"],
+            **row,
             "input": loaded.kind.row_input(columns, i),
             "prediction": answer[next(iter(answer))],
             "scores": answer["scores"],
@@ -815,8 +817,10 @@ def _inference_context(loaded: LoadedRun, limits: TaskOptions, deltas: Sequence[
 
 def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[EncodedRows, TaskOptions]:
     """Encode one run's inputs, by their place in all, cut as the run cuts them; return them and the run's limits."""
-    run = loaded.runs[name]
-    columns = columns_from_inputs(loaded.kind.name, run, list(texts.values()), [i + 1 for i in texts])
+    run, numbers = loaded.runs[name], [i + 1 for i in texts]
+    columns = columns_from_inputs(loaded.kind.name, run, list(texts.values()), numbers)
+    for line in blank_notes(loaded.kind.name, {"id": numbers, **columns}, "the input"):
+        warnings.warn(line, stacklevel=3)
     limits = length_limits(run.config.data, run.config.generation, loaded.kind, loaded.labels_of[name])
     handle = tuned(loaded.model)
     before = handle.active

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from ..anatomy.tracing import meta_model
 from ..errors import DeltuneError, counted, first_names, number_range
 from ..models import HEADS, load_config
 from .config import RunConfig
-from .data.columns import INPUT_TYPES, TASK_COLUMNS
+from .data.columns import INPUT_TYPES, TASK_COLUMNS, is_blank
 from .data.formats import COLUMN, as_conversations, count_repetitions
 from .data.loading import TaskData
 from .data.rows import columns_of, stored_dataset
@@ -93,7 +93,7 @@ def overview(config: RunConfig, model: str | None = None, row: int = 1, *, progr
     split = next(iter(data.splits))
     if not 1 <= row <= len(data.splits[split]):
         raise DeltuneError(f"row {row} is none of the {len(data.splits[split]):,} rows of {split}")
-    lines = [*unread_notes(data), *data_notes(data), *_repetition_notes(data)]
+    lines = [*unread_notes(data), *data_notes(data)]
     tokens, example = {}, str(_inputs(data, split, row))
     if model is not None:
         encoded, tokenizer, limits, kind, refusals = _encode(config, data, model, progress)
@@ -190,8 +190,19 @@ def data_notes(data: TaskData) -> list[str]:
     roles = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names]
     known = _hashes(data.splits["train"], roles) if "train" in data.splits else None
     for split, rows in data.splits.items():
+        lines += blank_notes(data.kind, columns_of(rows), split)
         if split != "train" and known is not None and (shared := int(np.isin(_hashes(rows, roles), known).sum())):
             lines.append(f"{counted(shared, 'row')} of {split} also in train")
+    return [*lines, *_repetition_notes(data)]
+
+
+def blank_notes(kind: str, columns: Mapping[str, Sequence[Any]], where: str) -> list[str]:
+    """Return which rows have nothing but white space where a kind of task has a text, by their ids."""
+    lines = []
+    for role in (c.role for c in TASK_COLUMNS[kind] if c.role in columns):
+        blank = [str(name) for name, value in zip(columns["id"], columns[role], strict=True) if is_blank(value)]
+        if blank:
+            lines.append(f"{counted(len(blank), 'row')} of {where} without {role}: {first_names(blank, 10)}")
     return lines
 
 
