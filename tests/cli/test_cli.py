@@ -701,6 +701,10 @@ def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None
     result = deltune("export", run, "--output", tmp_path / "peft")
     assert result.code == 0 and "written for peft" in result.out, result.err
     assert names(tmp_path / "peft") == {"adapter_config.json", "adapter_model.safetensors"}
+    assert f"its base model as {root / 'model'}, a folder of this machine" in result.err
+    for folder in (run, run / "delta", tmp_path / "peft"):
+        config = yaml.safe_load(deltune("serve", folder, "--print-config").out)
+        assert (config["model"]["name"], config["deltas"]["folder"]) == (str(root / "model"), str(folder))
     result = deltune("import", tmp_path / "peft", "--model", root / "model", "--output", tmp_path / "ours", "--json")
     assert result.code == 0, result.err
     assert json.loads(result.out)["method"] == "lora(rank=2)" and names(tmp_path / "ours") == names(run / "delta")

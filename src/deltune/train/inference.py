@@ -18,7 +18,7 @@ from transformers import TextStreamer
 from ..compat import silent_loading
 from ..errors import DeltuneError, check_booleans, error_from_problems, error_summary, excerpt, unknown_name
 from ..files import explain_write_errors, user_path, write_json, write_jsonl
-from ..interop.base import is_foreign
+from ..interop.base import is_foreign, read_options
 from ..models import (
     HEADS,
     HEADS_WITH_LABELS,
@@ -901,6 +901,13 @@ def export_run(
     opened = open_run(run, base)
     handle, tokenizer = _load_to_write(opened, pooling)
     target = attach.export(handle.model, user_path(output, "output"), format, pooling=pooling)
+    named = str(read_options(target).get("base_model_name_or_path") or "")
+    if Path(named).is_dir():
+        logger.info(
+            "the adapter names its base model as %s, a folder of this machine: others put their own path or a hub id "
+            "there (base_model_name_or_path in adapter_config.json)",
+            named,
+        )
     if opened.trained is not None and opened.trained.chat_template is not None:
         tokenizer.save_pretrained(target)  # whoever loads the adapter finds the template of its training beside it
     return target
