@@ -16,7 +16,16 @@ import torch
 from transformers import TextStreamer
 
 from ..compat import silent_loading
-from ..errors import DeltuneError, check_booleans, error_from_problems, error_summary, excerpt, unknown_name
+from ..errors import (
+    DeltuneError,
+    check_booleans,
+    counted,
+    error_from_problems,
+    error_summary,
+    excerpt,
+    unknown_name,
+    word_list,
+)
 from ..files import explain_write_errors, user_path, write_json, write_jsonl
 from ..interop.base import is_foreign, read_options
 from ..models import (
@@ -40,7 +49,7 @@ from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
 from ..runtime.pooling import begin_with_head_of, gives_up_pooling, write_sentence_model
 from ..runtime.serialization import open_delta
-from ..templates import chat_prompt, cut_at_end, end_tokens, tokenize_prompts, with_chat_template
+from ..templates import chat_prompt, cut_at_end, end_tokens, question, tokenize_prompts, with_chat_template
 from . import setup as task_setup
 from .config import RunConfig
 from .data import loading
@@ -251,6 +260,12 @@ def load_run(
     if not runs:
         raise DeltuneError("no run is named")
     name, first = next(iter(runs.items()))
+    if len({folder.data.kind for folder in runs.values()}) > 1:
+        kinds = word_list([f"{name} for {folder.data.kind}" for name, folder in runs.items()])
+        raise DeltuneError(
+            f"one call answers one kind of task, and here is {kinds}: make a call for each kind, or serve the folders "
+            "together (deltune serve BASE --deltas DIR), where each request names its delta, of any kind"
+        )
     config = first.config
     labels_of = {name: folder.labels for name, folder in runs.items()}
     objective = config.objective.kind
@@ -535,20 +550,25 @@ def generate(
     *,
     stream: bool = False,
     base: str | None = None,
+    inputs: Sequence[str] = (),
 ) -> list[str]:
     """Generate a text for each prompt.
 
     A run that was trained to answer, and a model merged from it, answers the prompt, which its template surrounds; any
-    other language model goes on with it.
+    other language model goes on with it. Of instructions with an input, as Alpaca has them, `inputs` has one for each
+    prompt, "" for none.
     """
     if not prompts:
         raise DeltuneError("no prompts are given")
+    if inputs and len(inputs) != len(prompts):
+        raise DeltuneError(f"{counted(len(inputs), 'input')} for {counted(len(prompts), 'prompt')}: give one for each")
     loaded, model, tokenizer = open_language_model(source, base)
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
     is_encoder_decoder = model.config.is_encoder_decoder
     facts = (merged_facts(Path(source)) if loaded is None else loaded.run.trained) or TrainedFacts()
-    encoded = [_prompt_ids(loaded, model, tokenizer, prompt, facts) for prompt in prompts]
+    pairs = zip(prompts, inputs or [""] * len(prompts), strict=True)
+    encoded = [_prompt_ids(loaded, model, tokenizer, prompt, more, facts) for prompt, more in pairs]
     if not is_encoder_decoder:
         _check_room(model, [len(ids) for ids in encoded], max_tokens)
     texts: list[str] = []
@@ -635,10 +655,14 @@ def open_language_model(
 
 
 def _prompt_ids(
-    loaded: LoadedRun | None, model: PreTrainedModel, tokenizer: Any, prompt: str, facts: TrainedFacts
+    loaded: LoadedRun | None, model: PreTrainedModel, tokenizer: Any, prompt: str, more: str, facts: TrainedFacts
 ) -> list[int]:
     """Return the token ids of a prompt, as the run was trained to read it, or the run that the model is merged from."""
     is_encoder_decoder = model.config.is_encoder_decoder
+    if facts.chat_template is not None and not is_encoder_decoder and (loaded is None or loaded.kind is CHAT):
+        return chat_prompt(tokenizer, [question(prompt, more)])
+    if more:
+        raise DeltuneError("an input beside the prompt is for what was trained on conversations, such as Alpaca's rows")
     if loaded is not None and loaded.kind.name == "generation":
         row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
         return list(row["input_ids"])
@@ -647,8 +671,6 @@ def _prompt_ids(
         limits = TaskOptions(facts.max_length or TaskOptions.max_length, template=facts.template or "")
         row = kind.encode(tokenizer, model, {"source": [prompt]}, limits, False).rows[0]
         return list(row["input_ids"])
-    if facts.chat_template is not None and not is_encoder_decoder and (loaded is None or loaded.kind is CHAT):
-        return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
     if is_encoder_decoder:
         return list(tokenize(tokenizer, [prompt], names=[repr(prompt)])["input_ids"][0])
     ids = tokenize_prompts(tokenizer, [prompt])[0]
