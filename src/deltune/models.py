@@ -180,6 +180,12 @@ def why_not_on_hub(name: str, repo_type: str = "model") -> str:
     return ""
 
 
+def folders_beside(path: Path) -> list[str]:
+    """Return the folders beside a path that hold a model, a run, a delta or an adapter, sorted."""
+    files = ("config.json", "spec.yaml", "delta.json", "adapter_config.json")
+    return sorted({str(found.parent) for name in files for found in path.parent.glob(f"*/{name}")})
+
+
 def locate_model(name: str) -> ModelSource:
     """Find a model by its name."""
     from huggingface_hub import constants, hf_hub_download
@@ -196,10 +202,10 @@ def locate_model(name: str) -> ModelSource:
         file = Path(hf_hub_download(name, "config.json", local_files_only=bool(reason)))
         return ModelSource(name, file, local=False, cached=bool(reason))
     except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
-        nearby = [str(p.parent) for p in path.parent.glob("*/config.json")] if path.parent.is_dir() else []
+        nearby = folders_beside(path)
         folders = Path(constants.HF_HUB_CACHE).glob("models--*")
         cached = [p.name.removeprefix("models--").replace("--", "/") for p in folders]
-        problem = unknown_name("model", name, ["minilm", *sorted(nearby)[:20], *sorted(cached)[:20]])
+        problem = unknown_name("model", name, ["minilm", *nearby[:20], *sorted(cached)[:20]])
         reason = reason or f"the hub gives no config.json for it ({error_summary(error)})"
         todo = "Give a folder with config.json and model.safetensors, a config.json, a hub id or minilm"
         todo += "; of a delta whose base lies elsewhere, --model BASE"

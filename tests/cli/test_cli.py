@@ -693,6 +693,21 @@ def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None
         assert "hf download owner/name" in result.err and "deltune evaluate owner/name --data FILE" in result.err
     result = deltune("evaluate", "owner/name", "--data", root / "data")
     assert result.code == 2 and "no such file or folder here, and the hub" in result.err
+    for name, file in (("tickets", "spec.yaml"), ("orders", "delta.json"), ("mails", "adapter_config.json")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / file).write_text("")
+    for command, told in (
+        (["evaluate"], "there is no such folder. Did you mean"),
+        (["predict", "--text", "a"], "there is no such folder. Did you mean"),
+        (["merge", "--output", tmp_path / "x"], "there is no such folder. Did you mean"),
+        (["generate", "--prompt", "a"], "There is no such file or folder here"),
+        (["evaluate", "--data", root / "data"], "There is no such file or folder here"),
+    ):
+        result = deltune(*command, tmp_path / "runs" / "tickts")
+        assert (
+            result.code == 2 and told in result.err and f"Did you mean '{tmp_path / 'runs' / 'tickets'}'?" in result.err
+        )
+        assert "orders" in result.err and "hf download" not in result.err
 
 
 def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None:

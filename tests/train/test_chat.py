@@ -192,7 +192,7 @@ def test_what_a_run_says_first(base: Path, caplog: pytest.LogCaptureFixture, tmp
         "task: chat of Alpaca, assumed from the columns",
         "columns: instruction=instruction,output=output",
         "train: 16 tokens a row, median 16; 128 in all, 16 of them trained",
-        "example: uQuestion 0?<|im_end|>a⟦y<|im_end|>⟧",
+        "example, trained between ⟦ and ⟧: uQuestion 0?<|im_end|>a⟦y<|im_end|>⟧",
     ):
         assert part in lines
     assert RunFolder(tmp_path / "run").finished and load_run(tmp_path / "run").is_conversational

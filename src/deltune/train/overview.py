@@ -80,7 +80,7 @@ class Overview:
         for split, counts in self.labels.items():
             lines.append(f"labels of {split}: {balance(counts)}")
         lines += [f"{split}: {token_line(facts)}" for split, facts in self.tokens.items()]
-        return [*lines, *self.notes, f"example: {self.example}"]
+        return [*lines, *self.notes, example_line(self.example)]
 
 
 def overview(config: RunConfig, model: str | None = None, row: int = 1, *, progress: bool = False) -> Overview:
@@ -295,6 +295,12 @@ def example_text(tokenizer: Any, rows: Sequence[Row]) -> str:
     """Return rows as the model sees them: special tokens shown, what is trained marked, long ones without a middle."""
     texts = [_shown(tokenizer, row) for row in rows]
     return " | ".join(text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}" for text in texts)
+
+
+def example_line(example: str) -> str:
+    """Return the line of an example, which says what the marks in it are."""
+    legend = f", trained between {' and '.join(TRAINED)}" if TRAINED[0] in example else ""
+    return f"example{legend}: {example}"
 
 
 def _shown(tokenizer: Any, row: Row) -> str:
