@@ -183,7 +183,7 @@ def why_not_on_hub(name: str, repo_type: str = "model") -> str:
 def folders_beside(path: Path) -> list[str]:
     """Return the folders beside a path that hold a model, a run, a delta or an adapter, sorted."""
     files = ("config.json", "spec.yaml", "delta.json", "adapter_config.json")
-    return sorted({str(found.parent) for name in files for found in path.parent.glob(f"*/{name}")})
+    return sorted({str(file.parent) for name in files for file in path.parent.glob(f"*/{name}")})
 
 
 def locate_model(name: str) -> ModelSource:

@@ -696,7 +696,7 @@ def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None
     for name, file in (("tickets", "spec.yaml"), ("orders", "delta.json"), ("mails", "adapter_config.json")):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / file).write_text("")
-    for command, told in (
+    for command, says in (
         (["evaluate"], "there is no such folder. Did you mean"),
         (["predict", "--text", "a"], "there is no such folder. Did you mean"),
         (["merge", "--output", tmp_path / "x"], "there is no such folder. Did you mean"),
@@ -705,7 +705,7 @@ def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None
     ):
         result = deltune(*command, tmp_path / "runs" / "tickts")
         assert (
-            result.code == 2 and told in result.err and f"Did you mean '{tmp_path / 'runs' / 'tickets'}'?" in result.err
+            result.code == 2 and says in result.err and f"Did you mean '{tmp_path / 'runs' / 'tickets'}'?" in result.err
         )
         assert "orders" in result.err and "hf download" not in result.err
 
