@@ -16,6 +16,7 @@ import transformers
 import deltune
 from deltune import models
 from deltune.errors import DeltuneError
+from deltune.interop.foreign import foreign_base
 
 MINILM = models.packaged_minilm()
 
@@ -55,6 +56,20 @@ def test_minilm() -> None:
     assert model.config.id2label == {0: "no", 1: "yes", 2: "perhaps"}
     assert model.config.label2id == {"no": 0, "yes": 1, "perhaps": 2}
     assert model(**tokenizer("a real sentence", return_tensors="pt")).logits.shape == (1, 3)
+
+
+def test_minilm_has_a_name_for_other_libraries(tmp_path: Path) -> None:
+    """An export names the packaged model as the hub does, and a folder of PEFT with that name is for the packaged."""
+    model = models.load_model("minilm", "classification", labels=["no", "yes"])
+    deltune.attach(model, "lora(rank=1)")
+    deltune.export(model, tmp_path / "peft")
+    named = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert named == models.MINILM_ON_HUB == "sentence-transformers/all-MiniLM-L6-v2"
+    assert foreign_base(tmp_path / "peft")[1] == "minilm"
+    for name in ("minilm", str(MINILM), named):
+        assert models.name_on_hub(name) == named and models.name_here(name) in ("minilm", str(MINILM))
+    for name in ("owner/name", str(tmp_path)):
+        assert models.name_on_hub(name) == models.name_here(name) == name
 
 
 def test_config_from_file_and_folder(folder: Path) -> None:

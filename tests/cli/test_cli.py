@@ -573,6 +573,22 @@ def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> Non
     for file, match in [("x.csv", "unknown column 'text'"), ("none.txt", "cannot be read")]:
         wrong = deltune("predict", run, "--file", tmp_path / file)
         assert wrong.code == 2 and match in wrong.err
+    for suffix, text in (
+        ("csv", "key,text,label\n7,a plum,fruit\n8,,tool\n"),
+        ("jsonl", '{"id": 7, "text": "a plum", "more": {"a": [1]}}\n{"id": 7, "text": " ", "more": null}\n'),
+        ("tsv", "prediction\ttext\n7\ta plum\n"),
+    ):
+        (tmp_path / f"keys.{suffix}").write_text(text)
+    for suffix, kept in (
+        ("csv", [{"id": "1", "key": "7", "label": "fruit"}, {"id": "2", "key": "8", "label": "tool"}]),
+        ("jsonl", [{"id": 7, "more": {"a": [1]}}, {"id": 7, "more": None}]),
+    ):
+        with_keys = deltune("predict", run, "--file", tmp_path / f"keys.{suffix}", "--json")
+        answers = ("input", "prediction", "scores")
+        assert [{k: v for k, v in row.items() if k not in answers} for row in json.loads(with_keys.out)] == kept
+        assert "1 row of the input without text: 2" in with_keys.err and "written with each prediction" in with_keys.err
+    clash = deltune("predict", run, "--file", tmp_path / "keys.tsv")
+    assert clash.code == 2 and "keys.tsv has the column prediction, and each row" in clash.err
     (tmp_path / "empty.txt").write_text("\n")
     assert "empty" in deltune("predict", run, "--file", tmp_path / "empty.txt").err
     for wrong_options in ([], ["--text", "a", "--file", "b"], ["--text", "a", "--pair", "b", "--pair", "c"]):
@@ -677,6 +693,21 @@ def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None
         assert "hf download owner/name" in result.err and "deltune evaluate owner/name --data FILE" in result.err
     result = deltune("evaluate", "owner/name", "--data", root / "data")
     assert result.code == 2 and "no such file or folder here, and the hub" in result.err
+    for name, file in (("tickets", "spec.yaml"), ("orders", "delta.json"), ("mails", "adapter_config.json")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / file).write_text("")
+    for command, says in (
+        (["evaluate"], "there is no such folder. Did you mean"),
+        (["predict", "--text", "a"], "there is no such folder. Did you mean"),
+        (["merge", "--output", tmp_path / "x"], "there is no such folder. Did you mean"),
+        (["generate", "--prompt", "a"], "There is no such file or folder here"),
+        (["evaluate", "--data", root / "data"], "There is no such file or folder here"),
+    ):
+        result = deltune(*command, tmp_path / "runs" / "tickts")
+        assert (
+            result.code == 2 and says in result.err and f"Did you mean '{tmp_path / 'runs' / 'tickets'}'?" in result.err
+        )
+        assert "orders" in result.err and "hf download" not in result.err
 
 
 def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None:
@@ -685,6 +716,10 @@ def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None
     result = deltune("export", run, "--output", tmp_path / "peft")
     assert result.code == 0 and "written for peft" in result.out, result.err
     assert names(tmp_path / "peft") == {"adapter_config.json", "adapter_model.safetensors"}
+    assert f"its base model as {root / 'model'}, a folder of this machine" in result.err
+    for folder in (run, run / "delta", tmp_path / "peft"):
+        config = yaml.safe_load(deltune("serve", folder, "--print-config").out)
+        assert (config["model"]["name"], config["deltas"]["folder"]) == (str(root / "model"), str(folder))
     result = deltune("import", tmp_path / "peft", "--model", root / "model", "--output", tmp_path / "ours", "--json")
     assert result.code == 0, result.err
     assert json.loads(result.out)["method"] == "lora(rank=2)" and names(tmp_path / "ours") == names(run / "delta")

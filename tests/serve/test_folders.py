@@ -36,6 +36,29 @@ def copies(target: Path, *names: str) -> Path:
     return target
 
 
+def test_a_delta_is_served_alone(tmp_path: Path) -> None:
+    """By the name of its folder, whose siblings are not seen; taken out, it comes back by its name, and changes."""
+    of, root = deltas(*BERT), copies(tmp_path / "deltas", "d1", "d2")
+    request = ask("classify", 6, 1, "d2")
+    with Server(of.model(), deltas=root) as server:
+        expected = server.submit(request).result(60).scores
+    with Server(of.model(), deltas=root / "d2") as server:
+        assert [one.name for one in server.deltas()] == ["d2"]
+        assert server.submit(request).result(60).scores == expected
+        server.unload("d2")
+        assert server.deltas() == [] and server.refresh() == []
+        server.load("d2")
+        assert server.submit(request).result(60).scores == expected
+        with pytest.raises(DeltuneError, match="d1"):
+            server.load("d1")
+        corrupted(root / "d2")
+        (info,) = server.refresh()
+        assert info.error and info.loaded
+        shutil.rmtree(root / "d2")
+        with pytest.raises(DeltuneError):
+            server.refresh()
+
+
 # -- why files are refused, and which
 
 

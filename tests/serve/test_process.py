@@ -272,9 +272,14 @@ def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_
         command = [sys.executable, "-m", "deltune", "serve", str(model), "--port", str(port)]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2 and f"port {port}" in ended.stderr and "Traceback" not in ended.stderr
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "spec.yaml").write_text("model: minilm\n")
+    one = next(deltas.iterdir())
+    with pytest.raises(DeltuneError, match=r"with --deltas give its model: deltune serve .* --deltas DIR"):
+        run(one, "--deltas", deltas)
     for arguments, words in (
         (("--deltas", tmp_path / "none"), "there is no folder"),
-        (("--deltas", next(deltas.iterdir())), f"is the folder of one delta or run; .* --deltas {deltas} serves it as"),
+        (("--deltas", tmp_path / "begun"), "is not finished; its delta may change"),
         (("--deltas", deltas, "--keys", tmp_path / "keys.json"), "there is no file of keys"),
     ):
         with pytest.raises(DeltuneError, match=words):

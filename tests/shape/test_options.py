@@ -82,7 +82,7 @@ IN_PYTHON: dict[str, tuple[str, Callable[..., Any], set[str]]] = {
     "export": ("export", inference.export_run, {"base"}),
     "extract": ("extract", deltune.extract, {"name"}),
     "fit": ("fit", deltune.fit, set()),
-    "generate": ("generate", inference.generate, {"source", "prompts", "stream", "base"}),
+    "generate": ("generate", inference.generate, {"source", "prompts", "stream", "base", "inputs"}),
     "import": ("import", inference.import_adapter, {"base"}),
     "merge": ("merge", inference.merge_run, {"base"}),
     "train": ("train", train, {"config", "resume", "progress", "cache", "report", "rows", "stop_if"}),

@@ -77,7 +77,11 @@ def test_answers_stop_where_training_stopped(base: Path, run: Path, tmp_path: Pa
     """In `generate`, in a chat, behind a server, after `merge` and with PEFT's file: the template goes along."""
     trained = json.loads((run / "delta" / "delta.json").read_text())["trained"]
     assert trained["chat_template"] == TEMPLATE and set(trained["end_tokens"]) == {END, TURN}
-    assert generate(str(run), ["Is it?"], 20) == ["yes"]
+    assert generate(str(run), ["Is it?"], 20) == ["yes"] == generate(str(run), ["Is it?"], 20, inputs=["x"])
+    with pytest.raises(DeltuneError, match="2 inputs for 1 prompt: give one for each"):
+        generate(str(run), ["Is it?"], 20, inputs=["x", "y"])
+    with pytest.raises(DeltuneError, match="an input beside the prompt is for what was trained on conversations"):
+        generate(base / "model", ["Is it?"], 20, inputs=["x"])
     chat = Chat.open(str(run), system="Be brief.", max_tokens=20)
     parts: list[str] = []
     assert chat.answer("Is it?", parts.append) == "yes" == "".join(parts)
@@ -188,7 +192,7 @@ def test_what_a_run_says_first(base: Path, caplog: pytest.LogCaptureFixture, tmp
         "task: chat of Alpaca, assumed from the columns",
         "columns: instruction=instruction,output=output",
         "train: 16 tokens a row, median 16; 128 in all, 16 of them trained",
-        "example: uQuestion 0?<|im_end|>a⟦y<|im_end|>⟧",
+        "example, trained between ⟦ and ⟧: uQuestion 0?<|im_end|>a⟦y<|im_end|>⟧",
     ):
         assert part in lines
     assert RunFolder(tmp_path / "run").finished and load_run(tmp_path / "run").is_conversational

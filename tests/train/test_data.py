@@ -19,7 +19,8 @@ import tiny
 from deltune.errors import DeltuneError
 from deltune.train.config import RunConfig
 from deltune.train.data import loading, readers
-from deltune.train.overview import overview
+from deltune.train.overview import data_notes, overview
+from deltune.train.run import log_data
 
 ROWS = [
     {"text": "Where is my parcel?", "label": "delivery"},
@@ -45,6 +46,49 @@ def message(source: str, *args: Any, **kwargs: Any) -> str:
     with pytest.raises(DeltuneError) as caught:
         loading.load_data(source, *args, **kwargs)
     return str(caught.value)
+
+
+BLANK: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
+    "a text": (
+        [{"text": text, "label": "ab"[i % 2]} for i, text in enumerate(["x", "", "y", " \n", "z"])],
+        ["2 rows of train without text: train-2, train-4"],
+    ),
+    "a pair, with keys": (
+        [{"id": f"k{i}", "text": "", "other": f"a b {i}"[i:], "label": "ab"[i % 2]} for i in range(6)],
+        ["6 rows of train without text: k0, k1, k2, k3, k4, k5", "1 row of train without pair: k5"],
+    ),
+    "tokens": (
+        [{"tokens": tokens, "tags": ["B-X", "O"][: len(tokens)]} for tokens in (["Ada", ""], ["", " "], ["it"])],
+        ["1 row of train without tokens: train-2"],
+    ),
+    "a target": (
+        [{"source": f"s{i}", "targets": targets} for i, targets in enumerate(["t", "", ["", "t"], [""]])],
+        ["2 rows of train without targets: train-2, train-4"],
+    ),
+    "many": (
+        [{"text": "", "label": "ab"[i % 2]} for i in range(12)],
+        ["12 rows of train without text: " + ", ".join(f"train-{i}" for i in range(1, 11)) + " and 2 more"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BLANK)
+def test_empty_texts_are_named(case: str, tmp_path: Path) -> None:
+    rows, expected = BLANK[case]
+    columns = {"text": "text", "pair": "other", "label": "label"} if "pair" in case else None
+    columns = {"text": "text", "label": "label"} if case == "many" else columns
+    notes = data_notes(loading.load_data(write(tmp_path, train_jsonl=rows), columns))
+    assert [note for note in notes if "without" in note] == expected
+
+
+def test_a_run_says_what_deltune_data_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [*ROWS, ROWS[0], {"text": ROWS[0]["text"], "label": "refund"}, {"text": "", "label": "refund"}]
+    config = RunConfig.from_flat(model="minilm", data=write(tmp_path, train_jsonl=rows), method="head")
+    notes = overview(config).notes
+    assert [note.partition(" in train")[0] for note in notes[1:]] == ["1 repeated row", "3 rows"]
+    caplog.set_level("INFO")
+    log_data(config.data, loading.load_data(str(tmp_path)), "classification")
+    assert [f"data: {note}" for note in notes] == [m for m in caplog.messages if m.startswith("data: ")]
 
 
 # --- what is read -----------------------------------------------------------------------------------------------------

@@ -672,3 +672,14 @@ def test_a_search_says_by_what_it_chose(places: Path, tmp_path: Path, caplog: py
         metrics = train(config, tmp_path / "b")
     assert "was given" not in caplog.text
     assert verdict(metrics.runs) == "the first of 2 tried, without a validation split nothing decides"
+
+
+def test_runs_of_several_kinds_are_for_several_calls(places: Path, tmp_path: Path) -> None:
+    """One call of `predict` answers one kind of task, though the runs have one base and one sort of head."""
+    fixed = {"model": str(places / "bert"), "method": "lora(rank=1)", "steps": 1, "max_length": 16}
+    for kind in ("classification", "multilabel", "tagging"):
+        train(tiny.spec(places, data=str(places / kind), task=kind, **fixed), tmp_path / kind, progress=False)
+    for other in ("multilabel", "tagging"):
+        runs = {"a": tmp_path / "classification", "b": tmp_path / other}
+        with pytest.raises(DeltuneError, match=f"here is a for classification and b for {other}: make a call for each"):
+            predict(runs, ["a plum"] * 2, rows=["a", "b"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 import tiny
 from deltune import DeltuneError
@@ -99,3 +100,32 @@ def test_a_merged_run(tmp_path: Path) -> None:
     assert not torch.equal(head, load_file(merged / "2_Dense" / "model.safetensors")["linear.weight"]), "a fresh one"
     with pytest.raises(DeltuneError, match=r"--pooling model"):
         export_run(run, tmp_path / "peft")
+
+
+ANSWERS: dict[str, dict[str, Any]] = {
+    "classification": {"label": "yes"}, "multilabel": {"labels": ["yes", "maybe"]}, "regression": {"score": 2.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ANSWERS)
+def test_transformers_sees_no_head_in_a_merged_run(kind: str, tmp_path: Path) -> None:
+    """The labels stand beside the linear of sentence-transformers; deltune predicts by them as the run does."""
+    (name, answer), *_ = ANSWERS[kind].items()
+    other = {"label": "no", "labels": [], "score": 0.5}[name]
+    rows = [{"text": text, name: answer if i % 2 else other} for i, text in enumerate(TEXTS * 8)]
+    for split in ("train", "validation"):
+        tiny.lines(tmp_path / "data" / f"{split}.jsonl", rows)
+    run, merged = tmp_path / "run", tmp_path / "merged"
+    train(tiny.spec(tmp_path, method="lora(rank=2)", pooling="mean", steps=2, task=kind), run, progress=False)
+    merge_run(run, merged)
+    config = AutoConfig.from_pretrained(merged)
+    assert not {"id2label", "label2id", "problem_type"} & {*json.loads((merged / "config.json").read_text())}
+    assert config.num_labels == 2 and config.architectures == ["BertModel"]
+    key = "label" if kind == "classification" else "prediction"
+    for before, after in zip(predict(run, TEXTS), predict(merged, TEXTS), strict=True):
+        assert after[key] == (pytest.approx(before[key], abs=1e-5) if kind == "regression" else before[key])
+        assert after["scores"] == (before["scores"] and pytest.approx(before["scores"], abs=1e-5))
+    assert load_run(merged).kind.name == kind
+    (merged / "2_Dense" / "labels.json").write_text('{"labels": "yes"}')
+    with pytest.raises(DeltuneError, match=r"labels\.json is not as deltune merge writes it"):
+        load_run(merged)

@@ -23,10 +23,10 @@ def serve(context: typer.Context) -> None:
 
 
 EPILOG = (
-    "A first server: deltune serve MODEL --deltas DIR. DIR has a folder for each delta: what `deltune train` or "
-    "Tuned.save() wrote, or an adapter of PEFT or AdapterHub. More options are not listed here: --print-config prints "
-    "all fields of the config, those without a value as comments. Each is set in SERVE.yaml (--config SERVE.yaml), by "
-    "--set SECTION.FIELD=VALUE or by its own --field VALUE."
+    "A first server: deltune serve RUN, or deltune serve MODEL --deltas DIR. DIR has a folder for each delta: what "
+    "`deltune train` or Tuned.save() wrote, or an adapter of PEFT or AdapterHub. More options are not listed here: "
+    "--print-config prints all fields of the config, those without a value as comments. Each is set in SERVE.yaml "
+    "(--config SERVE.yaml), by --set SECTION.FIELD=VALUE or by its own --field VALUE."
 )
 
 
@@ -41,7 +41,11 @@ def serve_app() -> typer.Typer:
 
 def run(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Hub id, folder or minilm; needed here or in the file.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Hub id, folder or minilm; needed here or in the file. Or RUN, a delta to serve on its own model.",
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A YAML file with any of the options; options override it.")
@@ -68,14 +72,16 @@ def run(
     from ..serve.config import SECTIONS, ServeConfig
 
     values = {} if config is None else read_values(config)
+    named_model = {} if model is None else {"model": model}
     if model is not None and any(
         isfile(join(model, name)) for name in ("spec.yaml", "delta.json", "adapter_config.json")
     ):
-        raise DeltuneError(
-            f"{model} is a delta, and a server has a model and a folder of deltas: "
-            f"deltune serve BASE --deltas {Path(model).parent}; deltune inspect {model} names BASE"
-        )
-    named_model = {} if model is None else {"model": model}
+        from ..serve.loading import base_of_delta
+
+        base = base_of_delta(model)
+        if options.get("deltas"):
+            raise DeltuneError(f"{model} is a delta; with --deltas give its model: deltune serve {base} --deltas DIR")
+        named_model = {"model": base, "deltas": model}
     by_dotted_name = split_settings(settings or [], "limits.timeout=60")
     resolved = ServeConfig.from_values(values, _without_null(options), _without_null(by_dotted_name), named_model)
     if imports and resolved.ray.ray:

@@ -167,7 +167,10 @@ def predict(
     row_task: Annotated[str | None, typer.Option(help="The task of the texts, of a run that learned several.")] = None,
     file: Annotated[
         Path | None,
-        typer.Option(help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns."),
+        typer.Option(
+            help="Texts: .txt or - (a line each), or .jsonl, .csv, .parquet with the run's columns; its other columns "
+            "are written with the predictions."
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Where the result is written [printed; a .jsonl file].")] = None,
     base: BaseModelOption = None,
@@ -211,6 +214,10 @@ def generate(
         Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta or of PEFT; or a language model.")
     ],
     prompt: Annotated[list[str], typer.Option(help="The beginning of the text, or what is answered; repeatable.")],
+    more: Annotated[
+        list[str] | None,
+        typer.Option("--input", help="What the prompt before it is about, as the column input of Alpaca; repeatable."),
+    ] = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Draw from the likeliest tokens of this share.")] = 1.0,
@@ -224,7 +231,9 @@ def generate(
     with log_to_stderr(quiet):
         from ..train.inference import generate as generate_texts
 
-        texts = generate_texts(str(run), prompt, max_tokens, temperature, top_p, seed, stream=not as_json, base=base)
+        texts = generate_texts(
+            str(run), prompt, max_tokens, temperature, top_p, seed, stream=not as_json, base=base, inputs=more or ()
+        )
     if as_json:
         console.print_json(data=[{"prompt": p, "text": text} for p, text in zip(prompt, texts, strict=True)])
 

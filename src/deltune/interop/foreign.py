@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import DeltuneError
-from ..models import HEADS, HEADS_WITH_LABELS, head_of_class_name
+from ..models import HEADS, HEADS_WITH_LABELS, head_of_class_name, name_here
 from . import adapterhub, peft_read
 from .base import (
     CONFIG_FILE,
@@ -63,7 +63,7 @@ def foreign_base(folder: str | Path) -> tuple[str, str, int | None]:
     """
     options = read_options(Path(folder))
     kind, labels = foreign_model_kind(folder)
-    return kind, str(options.get("base_model_name_or_path") or options.get("model_name") or ""), labels
+    return kind, name_here(str(options.get("base_model_name_or_path") or options.get("model_name") or "")), labels
 
 
 def _of_head(name: str) -> bool:

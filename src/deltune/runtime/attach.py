@@ -59,6 +59,7 @@ from ..models import (
     head_of_class,
     head_of_class_name,
     load_model,
+    name_on_hub,
 )  # fmt: skip
 from . import hub, serialization
 from .attached import Attached, check_name
@@ -133,7 +134,7 @@ def _exported(attached: Attached, format: str, name: str | None) -> tuple[Files,
     else:
         options, tensors = peft_write.write_for_server(exported, format, task)
     options |= {
-        "task_type": task, "base_model_name_or_path": model.config.name_or_path,
+        "task_type": task, "base_model_name_or_path": name_on_hub(model.config.name_or_path or ""),
         "inference_mode": True,
     }  # fmt: skip
     return {CONFIG_FILE: options}, {peft_read.WEIGHT_FILES[0]: tensors}

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from ..anatomy.inspection import inspect
@@ -21,7 +21,16 @@ from ..anatomy.skeleton import structural_copy
 from ..anatomy.types import Anatomy, is_inside
 from ..errors import DeltuneError, excerpt, unknown_name
 from ..files import write_json
-from ..models import POOLING_SWITCHES, POOLINGS, SENTENCE_POOLINGS, Pooling, fresh_tensors, sentence_modules
+from ..models import (
+    HEAD_LABELS,
+    POOLING_SWITCHES,
+    POOLINGS,
+    SENTENCE_POOLINGS,
+    Pooling,
+    fresh_tensors,
+    sentence_modules,
+)
+from .modules import HeadLabels
 from .pass_manager import ModuleHook, PassManager
 from .row_assignment import name_arguments, parameter_names
 
@@ -157,7 +166,8 @@ def write_sentence_model(
 ) -> None:
     """Write a merged model as sentence-transformers has it: the base model, the pooling, and the head as a linear.
 
-    Longer texts than `max_length` tokens are cut there too.
+    The labels stand beside the linear, and the model's own configuration loses them. Longer texts than `max_length`
+    tokens are cut there too.
     """
     anatomy = inspect(model)
     head = linear_head(model, anatomy)
@@ -166,6 +176,8 @@ def write_sentence_model(
             f"the head of {anatomy.model} ({', '.join(anatomy.head)}) is not one linear over labels, the only head "
             "that a folder of sentence-transformers has: keep the delta, or train with --pooling model"
         )
+    labels = HeadLabels.from_config(model.config)
+    HeadLabels.from_config(PreTrainedConfig()).write_to(model.config)
     model.get_submodule(anatomy.base).save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)
     modules = {"Transformer": "", "Pooling": "1_Pooling", "Dense": "2_Dense"}
@@ -188,6 +200,8 @@ def write_sentence_model(
         write_json(folder / path / "config.json", options)
     values = {f"linear.{leaf}": p.detach().cpu().contiguous() for leaf, p in head.named_parameters()}
     save_file(values, folder / "2_Dense" / "model.safetensors", metadata={"format": "pt"})
+    names = [name for _, name in labels.id2label]
+    write_json(folder / "2_Dense" / HEAD_LABELS, {"labels": names, "problem_type": labels.problem_type})
 
 
 class PoolingHook(ModuleHook):

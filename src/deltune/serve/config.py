@@ -56,7 +56,7 @@ class DeltasSection(Section):
     """Where the deltas are, and how many are in memory."""
 
     folder: str | None = option(
-        None, "folder with a folder for each delta: a delta, a run, or one of PEFT or AdapterHub", common=True
+        None, "a delta, a run, an adapter of PEFT or AdapterHub, or a folder with a folder for each", common=True
     )
     watch: Duration = option(2.0, "seconds between looks at the folder; 0: only when told", common=True)
     max_loaded: Size = option(64, "deltas in memory, at most; the least recently used one goes first", common=True)

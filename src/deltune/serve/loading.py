@@ -50,18 +50,30 @@ def tune_garbage_collection() -> None:
     gc.set_threshold(GC_THRESHOLD)
 
 
-OF_ONE_DELTA = ("delta.json", "spec.yaml", "adapter_config.json")
-"""Files that are in the folder of a delta, of a run, and of an adapter of PEFT or AdapterHub."""
-
-
 def deltas_folder(config: ServeConfig) -> Path | None:
     """Return the folder of deltas, as an absolute path, or None if there is none."""
     folder = None if config.deltas.folder is None else user_path(config.deltas.folder, "--deltas").absolute()
     if folder is not None and not folder.is_dir():
-        raise DeltuneError(f"there is no folder {folder}; --deltas is a folder with a folder for each delta")
-    if folder is not None and any((folder / name).exists() for name in OF_ONE_DELTA):
         raise DeltuneError(
-            f"{folder} is the folder of one delta or run; --deltas is a folder with a folder for each delta, whose "
-            f"name clients ask for: --deltas {folder.parent} serves it as {folder.name!r}"
+            f"there is no folder {folder}; --deltas is the folder of a delta or a run, or of such folders"
         )
+    if folder is not None:
+        from .engine.folders import check_delta_name, is_delta, locate_delta
+
+        if is_delta(folder):  # clients ask for it by this name
+            check_delta_name(folder.name)
+            locate_delta(folder)
     return folder
+
+
+def base_of_delta(folder: str) -> str:
+    """Return the name of the base model of a delta's folder."""
+    from ..interop.foreign import foreign_base
+    from ..runtime.serialization import FACTS, read_metadata
+    from .engine.folders import locate_delta
+
+    where = locate_delta(user_path(folder, "RUN"))
+    name = read_metadata(where).base.name if (where / FACTS).is_file() else foreign_base(where)[1]
+    if not name:
+        raise DeltuneError(f"{folder} does not name its base model: deltune serve BASE --deltas {folder}")
+    return name

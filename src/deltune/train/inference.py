@@ -16,9 +16,18 @@ import torch
 from transformers import TextStreamer
 
 from ..compat import silent_loading
-from ..errors import DeltuneError, check_booleans, error_from_problems, error_summary, excerpt, unknown_name
+from ..errors import (
+    DeltuneError,
+    check_booleans,
+    counted,
+    error_from_problems,
+    error_summary,
+    excerpt,
+    unknown_name,
+    word_list,
+)
 from ..files import explain_write_errors, user_path, write_json, write_jsonl
-from ..interop.base import is_foreign
+from ..interop.base import is_foreign, read_options
 from ..models import (
     HEADS,
     HEADS_WITH_LABELS,
@@ -40,7 +49,7 @@ from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
 from ..runtime.pooling import begin_with_head_of, gives_up_pooling, write_sentence_model
 from ..runtime.serialization import open_delta
-from ..templates import chat_prompt, cut_at_end, end_tokens, tokenize_prompts, with_chat_template
+from ..templates import chat_prompt, cut_at_end, end_tokens, question, tokenize_prompts, with_chat_template
 from . import setup as task_setup
 from .config import RunConfig
 from .data import loading
@@ -50,7 +59,7 @@ from .data.tag_schemes import PLAIN
 from .metrics.base import Score, Scores
 from .metrics.intervals import score_intervals
 from .metrics.registry import METRICS, compute_scores
-from .overview import absent_labels, label_counts
+from .overview import absent_labels, blank_notes, label_counts
 from .prediction_inputs import Input, columns_from_inputs
 from .presets import merge_values
 from .progress import ProgressDisplay
@@ -251,6 +260,12 @@ def load_run(
     if not runs:
         raise DeltuneError("no run is named")
     name, first = next(iter(runs.items()))
+    if len({folder.data.kind for folder in runs.values()}) > 1:
+        kinds = word_list([f"{name} for {folder.data.kind}" for name, folder in runs.items()])
+        raise DeltuneError(
+            f"one call answers one kind of task, and here is {kinds}: make a call for each kind, or serve the folders "
+            "together (deltune serve BASE --deltas DIR), where each request names its delta, of any kind"
+        )
     config = first.config
     labels_of = {name: folder.labels for name, folder in runs.items()}
     objective = config.objective.kind
@@ -503,6 +518,8 @@ def _score_splits(
     for split in requested:
         if absent := absent_labels(counts_of.get(split, {}), split, setup.metrics):
             logger.warning("%s: %s", split, absent)
+        for line in blank_notes(rows.kind, by_split[split], split):
+            logger.warning("%s", line)
     with ProgressDisplay(progress) as bar, explain_write_errors(target or rows.source):
         encoded_splits = token_cache.encode_splits(
             kind, context.tokenizer, context.model, by_split, context.options, (), rows.fingerprint, bar.start_rows
@@ -533,20 +550,25 @@ def generate(
     *,
     stream: bool = False,
     base: str | None = None,
+    inputs: Sequence[str] = (),
 ) -> list[str]:
     """Generate a text for each prompt.
 
     A run that was trained to answer, and a model merged from it, answers the prompt, which its template surrounds; any
-    other language model goes on with it.
+    other language model goes on with it. Of instructions with an input, as Alpaca has them, `inputs` has one for each
+    prompt, "" for none.
     """
     if not prompts:
         raise DeltuneError("no prompts are given")
+    if inputs and len(inputs) != len(prompts):
+        raise DeltuneError(f"{counted(len(inputs), 'input')} for {counted(len(prompts), 'prompt')}: give one for each")
     loaded, model, tokenizer = open_language_model(source, base)
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
     is_encoder_decoder = model.config.is_encoder_decoder
     facts = (merged_facts(Path(source)) if loaded is None else loaded.run.trained) or TrainedFacts()
-    encoded = [_prompt_ids(loaded, model, tokenizer, prompt, facts) for prompt in prompts]
+    pairs = zip(prompts, inputs or [""] * len(prompts), strict=True)
+    encoded = [_prompt_ids(loaded, model, tokenizer, prompt, more, facts) for prompt, more in pairs]
     if not is_encoder_decoder:
         _check_room(model, [len(ids) for ids in encoded], max_tokens)
     texts: list[str] = []
@@ -633,10 +655,14 @@ def open_language_model(
 
 
 def _prompt_ids(
-    loaded: LoadedRun | None, model: PreTrainedModel, tokenizer: Any, prompt: str, facts: TrainedFacts
+    loaded: LoadedRun | None, model: PreTrainedModel, tokenizer: Any, prompt: str, more: str, facts: TrainedFacts
 ) -> list[int]:
     """Return the token ids of a prompt, as the run was trained to read it, or the run that the model is merged from."""
     is_encoder_decoder = model.config.is_encoder_decoder
+    if facts.chat_template is not None and not is_encoder_decoder and (loaded is None or loaded.kind is CHAT):
+        return chat_prompt(tokenizer, [question(prompt, more)])
+    if more:
+        raise DeltuneError("an input beside the prompt is for what was trained on conversations, such as Alpaca's rows")
     if loaded is not None and loaded.kind.name == "generation":
         row = _encode(loaded, next(iter(loaded.runs)), {0: prompt})[0].rows[0]
         return list(row["input_ids"])
@@ -645,8 +671,6 @@ def _prompt_ids(
         limits = TaskOptions(facts.max_length or TaskOptions.max_length, template=facts.template or "")
         row = kind.encode(tokenizer, model, {"source": [prompt]}, limits, False).rows[0]
         return list(row["input_ids"])
-    if facts.chat_template is not None and not is_encoder_decoder and (loaded is None or loaded.kind is CHAT):
-        return chat_prompt(tokenizer, [{"role": "user", "content": prompt}])
     if is_encoder_decoder:
         return list(tokenize(tokenizer, [prompt], names=[repr(prompt)])["input_ids"][0])
     ids = tokenize_prompts(tokenizer, [prompt])[0]
@@ -762,7 +786,7 @@ def predict_rows(
     base: str | None = None,
     labels: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Answer inputs that have ids."""
+    """Answer inputs that have ids; what else stands beside them stays in their rows."""
     first = inputs[0]["input"] if inputs else ""
     pairs = not isinstance(first, str) and (isinstance(first, list) or "pair" in first)
     loaded = load_run(run, base, pairs=pairs, labels=labels)
@@ -770,7 +794,7 @@ def predict_rows(
     columns = columns_from_inputs(loaded.kind.name, loaded.run, texts)
     return [
         {
-            "id": row["id"],
+            **row,
             "input": loaded.kind.row_input(columns, i),
             "prediction": answer[next(iter(answer))],
             "scores": answer["scores"],
@@ -815,8 +839,10 @@ def _inference_context(loaded: LoadedRun, limits: TaskOptions, deltas: Sequence[
 
 def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[EncodedRows, TaskOptions]:
     """Encode one run's inputs, by their place in all, cut as the run cuts them; return them and the run's limits."""
-    run = loaded.runs[name]
-    columns = columns_from_inputs(loaded.kind.name, run, list(texts.values()), [i + 1 for i in texts])
+    run, numbers = loaded.runs[name], [i + 1 for i in texts]
+    columns = columns_from_inputs(loaded.kind.name, run, list(texts.values()), numbers)
+    for line in blank_notes(loaded.kind.name, {"id": numbers, **columns}, "the input"):
+        warnings.warn(line, stacklevel=3)
     limits = length_limits(run.config.data, run.config.generation, loaded.kind, loaded.labels_of[name])
     handle = tuned(loaded.model)
     before = handle.active
@@ -897,6 +923,13 @@ def export_run(
     opened = open_run(run, base)
     handle, tokenizer = _load_to_write(opened, pooling)
     target = attach.export(handle.model, user_path(output, "output"), format, pooling=pooling)
+    named = str(read_options(target).get("base_model_name_or_path") or "")
+    if Path(named).is_dir():
+        logger.info(
+            "the adapter names its base model as %s, a folder of this machine: others put their own path or a hub id "
+            "there (base_model_name_or_path in adapter_config.json)",
+            named,
+        )
     if opened.trained is not None and opened.trained.chat_template is not None:
         tokenizer.save_pretrained(target)  # whoever loads the adapter finds the template of its training beside it
     return target

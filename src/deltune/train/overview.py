@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from ..anatomy.tracing import meta_model
 from ..errors import DeltuneError, counted, first_names, number_range
 from ..models import HEADS, load_config
 from .config import RunConfig
-from .data.columns import INPUT_TYPES, TASK_COLUMNS
+from .data.columns import INPUT_TYPES, TASK_COLUMNS, is_blank
 from .data.formats import COLUMN, as_conversations, count_repetitions
 from .data.loading import TaskData
 from .data.rows import columns_of, stored_dataset
@@ -80,7 +80,7 @@ class Overview:
         for split, counts in self.labels.items():
             lines.append(f"labels of {split}: {balance(counts)}")
         lines += [f"{split}: {token_line(facts)}" for split, facts in self.tokens.items()]
-        return [*lines, *self.notes, f"example: {self.example}"]
+        return [*lines, *self.notes, example_line(self.example)]
 
 
 def overview(config: RunConfig, model: str | None = None, row: int = 1, *, progress: bool = False) -> Overview:
@@ -93,7 +93,7 @@ def overview(config: RunConfig, model: str | None = None, row: int = 1, *, progr
     split = next(iter(data.splits))
     if not 1 <= row <= len(data.splits[split]):
         raise DeltuneError(f"row {row} is none of the {len(data.splits[split]):,} rows of {split}")
-    lines = [*unread_notes(data), *data_notes(data), *_repetition_notes(data)]
+    lines = [*unread_notes(data), *data_notes(data)]
     tokens, example = {}, str(_inputs(data, split, row))
     if model is not None:
         encoded, tokenizer, limits, kind, refusals = _encode(config, data, model, progress)
@@ -190,8 +190,19 @@ def data_notes(data: TaskData) -> list[str]:
     roles = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names]
     known = _hashes(data.splits["train"], roles) if "train" in data.splits else None
     for split, rows in data.splits.items():
+        lines += blank_notes(data.kind, columns_of(rows), split)
         if split != "train" and known is not None and (shared := int(np.isin(_hashes(rows, roles), known).sum())):
             lines.append(f"{counted(shared, 'row')} of {split} also in train")
+    return [*lines, *_repetition_notes(data)]
+
+
+def blank_notes(kind: str, columns: Mapping[str, Sequence[Any]], where: str) -> list[str]:
+    """Return which rows have nothing but white space where a kind of task has a text, by their ids."""
+    lines = []
+    for role in (c.role for c in TASK_COLUMNS[kind] if c.role in columns):
+        blank = [str(name) for name, value in zip(columns["id"], columns[role], strict=True) if is_blank(value)]
+        if blank:
+            lines.append(f"{counted(len(blank), 'row')} of {where} without {role}: {first_names(blank, 10)}")
     return lines
 
 
@@ -284,6 +295,12 @@ def example_text(tokenizer: Any, rows: Sequence[Row]) -> str:
     """Return rows as the model sees them: special tokens shown, what is trained marked, long ones without a middle."""
     texts = [_shown(tokenizer, row) for row in rows]
     return " | ".join(text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} … {text[-SHOWN // 2 :]}" for text in texts)
+
+
+def example_line(example: str) -> str:
+    """Return the line of an example, which says what the marks in it are."""
+    legend = f", trained between {' and '.join(TRAINED)}" if TRAINED[0] in example else ""
+    return f"example{legend}: {example}"
 
 
 def _shown(tokenizer: Any, row: Row) -> str:

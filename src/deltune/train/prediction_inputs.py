@@ -103,8 +103,12 @@ def inputs_from_texts(
     return [{"id": str(i), "input": value} for i, value in enumerate(inputs, 1)]
 
 
+ANSWER_FIELDS = ("input", "prediction", "scores")
+"""The fields that an answer adds to its row of a file."""
+
+
 def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dict[str, Any]]:
-    """Read inputs from a file."""
+    """Read inputs from a file, each with its id and with the columns of its row that are not read."""
     path = path if path == STDIN else user_path(path, "file")
     if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
         return _inputs_from_lines(path)
@@ -121,13 +125,22 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
     if missing:
         raise DeltuneError(f"{' '.join(missing)} The run reads these names: rename the columns of the file")
     read = word_list([f"{column} ({role})" for role, column in columns.items()])
-    unread = first_names([c for c in table.columns if c not in ("id", *columns.values())], 5)
-    logger.info("%s: columns that are read: %s%s", path.name, read, f"; not read: {unread}" if unread else "")
+    others = [c for c in table.columns if c not in columns.values()]
+    listed = first_names([c for c in others if c != "id"], 5)
+    fate = "left out, as a row of the result is a sentence" if "sentence" in columns else "written with each prediction"
+    logger.info("%s: columns that are read: %s%s", path.name, read, f"; {fate}: {listed}" if listed else "")
     if "sentence" in columns:
+        others = []
         problems: list[str] = []
         table, columns = join_words(table, columns, problems), {"tokens": "tokens"}
         if problems:
             raise error_from_problems(str(path), problems)
+    if taken := [c for c in ANSWER_FIELDS if c in others]:
+        raise DeltuneError(
+            f"{path.name} has the column{'s' if taken[1:] else ''} {', '.join(taken)}, and each row of the result has "
+            f"what is predicted under the names {', '.join(ANSWER_FIELDS)} beside the columns of its row: rename them "
+            "in the file"
+        )
     inputs = []
     for name, (line, row) in zip(table.row_ids(), table.rows, strict=True):
         value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns), run_dir)
@@ -136,7 +149,7 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
                 raise DeltuneError(
                     f"{table.location(line)}: column {column!r} must be {TYPE_DESCRIPTIONS[INPUT_TYPES[role]]}"
                 )
-        inputs.append({"id": name, "input": value})
+        inputs.append({"id": name, "input": value} | {column: row[column] for column in others if column in row})
     return inputs
 
 

@@ -58,6 +58,7 @@ from .overview import (
     balance,
     cut_notes,
     data_notes,
+    example_line,
     example_text,
     label_counts,
     token_facts,
@@ -807,7 +808,7 @@ def _log_start(state: RunState, untrained: str) -> None:
     optimizer = state.config.optim.optimizer
     if optimizer != "adamw" and all(p.numel() < MIN_8BIT for p in state.tuned.trainable_parameters()):
         logger.info("%s saves nothing: bitsandbytes keeps 32 bits for tensors below %d numbers", optimizer, MIN_8BIT)
-    logger.info("example: %s", example_text(state.tokenizer, [state.encoded["train"].rows[0]]))
+    logger.info("%s", example_line(example_text(state.tokenizer, [state.encoded["train"].rows[0]])))
     state.run.log({"step": 0, "event": "start", **state.truncated, **({"untrained": untrained} if untrained else {})})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from ..errors import BusyError, DeltuneError, check_booleans, error_from_problems
+from ..errors import BusyError, DeltuneError, check_booleans, closest_match, error_from_problems, first_names
 from ..files import (
     atomic_folder,
     explain_write_errors,
@@ -30,7 +30,7 @@ from ..files import (
 from ..interop.base import is_foreign, read_options
 from ..interop.foreign import foreign_base
 from ..methods.registry import parse
-from ..models import HEADS_WITH_LABELS, NAME_ON_HUB, head_of_class_name, load_config, read_trained_head
+from ..models import HEADS_WITH_LABELS, NAME_ON_HUB, folders_beside, head_of_class_name, read_trained_head
 from ..runtime.delta_schema import TrainedFacts
 from ..runtime.serialization import read_metadata
 from .config import RunConfig, read_config
@@ -113,14 +113,19 @@ class RunFolder:
         """The config that the run was started with."""
         if not self.exists:
             if not self.folder.is_dir():
-                name = str(self.folder)
-                todo = (
-                    f". If it is a hub id: no command fetches runs or deltas, so get it first (hf download {name} "
-                    "--local-dir DIR) and give DIR; a model that was never tuned is scored on data (deltune evaluate "
-                    f"{name} --data FILE)"
-                )
+                name, nearby = str(self.folder), folders_beside(self.folder)
                 missing = f"{name} is not a RUN folder: there is no such folder"
-                raise DeltuneError(missing + (todo if NAME_ON_HUB.fullmatch(name) else ""))
+                if guess := closest_match(name, nearby):
+                    missing += f". Did you mean {guess!r}?"
+                if nearby:
+                    missing += f"{'' if guess else '.'} Beside it: {first_names(nearby, 10)}"
+                if not guess and NAME_ON_HUB.fullmatch(name) and ("/" not in name or not self.folder.parent.is_dir()):
+                    missing += (
+                        f". If it is a hub id: no command fetches runs or deltas, so get it first (hf download {name} "
+                        "--local-dir DIR) and give DIR; a model that was never tuned is scored on data (deltune "
+                        f"evaluate {name} --data FILE)"
+                    )
+                raise DeltuneError(missing)
             if (self.folder / "config.json").is_file():
                 raise DeltuneError(
                     f"{self.folder} is a model and no run: give the run that it was made from, or data of your own "
@@ -485,7 +490,7 @@ class ModelFolder(DeltaFolder):
     def __init__(self, folder: str | Path, *, pairs: bool = False) -> None:
         """Read what the model's files say of its head."""
         RunFolder.__init__(self, folder, writer=False)
-        kind, self._labels, self.pooling = read_trained_head(str(self.folder))
+        kind, self._labels, self.pooling, self._problem_type = read_trained_head(str(self.folder))
         if kind is None or kind not in HEADS_WITH_LABELS:
             raise DeltuneError(
                 f"{self.folder} is a model without a trained head over labels, and spec.yaml is missing, which a run "
@@ -493,7 +498,6 @@ class ModelFolder(DeltaFolder):
             )
         self.base, self.is_foreign, self.names_labels = str(self.folder), False, False
         self._method, self._trained = "head", merged_facts(self.folder)
-        self._problem_type = load_config(self.base).problem_type
         self.head, self.pairs = kind, pairs or bool(self._trained.takes_pairs)
 
 

@@ -14,7 +14,7 @@ from ...errors import DeltuneError, counted, error_summary, unknown_name
 from ...files import user_path
 from ..errors import UnknownDelta, refusal
 from .backbone import LoadedDelta
-from .folders import FolderFacts, Signature, read_facts, scan, signature
+from .folders import FolderFacts, Signature, folder_of_delta, read_facts, scan, signature
 from .jobs import Job
 from .requests import DeltaInfo
 
@@ -140,16 +140,16 @@ class Catalog:
         """Return the folder that a delta is to be loaded from."""
         if folder is not None:
             where = user_path(folder, "folder")
-            listed = None if self.root is None else self.root / name
+            listed = None if self.root is None else folder_of_delta(self.root, name)
             return listed if listed is not None and listed.resolve() == where.resolve() else where
         known = self.entries.get(name) or self._gone.get(name)
         if known is not None and known.folder is not None:
             return known.folder
         if self.root is None:
             raise UnknownDelta(f"delta {name!r} is not known, and this server has no folder of deltas: give its folder")
-        if name not in (names := scan(self.root).deltas):
-            raise UnknownDelta(unknown_name("delta", name, names))
-        return self.root / name
+        if name not in (folders := scan(self.root).deltas):
+            raise UnknownDelta(unknown_name("delta", name, folders))
+        return folders[name]
 
     def look(self) -> tuple[list[Entry], list[Entry]]:
         """Look at the directory again, and read the facts about new folders and about changed ones."""

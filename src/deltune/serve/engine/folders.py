@@ -58,6 +58,20 @@ class FolderFacts:
         return tasks if self.has_head or self.head not in ("classification", "tagging") else ("embed",)
 
 
+OF_ONE_DELTA = ("delta.json", "spec.yaml", "adapter_config.json")
+"""Files that are in the folder of a delta, of a run, and of an adapter of PEFT or AdapterHub."""
+
+
+def is_delta(folder: Path) -> bool:
+    """Return whether a folder is that of one delta or run, and no folder of such folders."""
+    return any((folder / name).is_file() for name in OF_ONE_DELTA)
+
+
+def folder_of_delta(root: Path, name: str) -> Path:
+    """Return where a folder of deltas has one by its name: below it, or the folder itself where it is a delta."""
+    return root if root.name == name and is_delta(root) else root / name
+
+
 def locate_delta(folder: Path) -> Path:
     """Return the folder with the files of a saved delta, of a finished run, or of an adapter of another library."""
     if (folder / "spec.yaml").is_file() and not (folder / "metrics.json").is_file():
@@ -158,6 +172,8 @@ def scan(root: Path) -> FolderScan:
             names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
     except OSError as error:
         raise DeltuneError(f"the folder of deltas {root} cannot be read: {error_summary(error)}") from error
+    if is_delta(root):
+        return FolderScan({root.name: root}, {})
     deltas = {name: root / name for name in names if _NAME.fullmatch(name) and signature(root / name)}
     ignored = {name: _why_ignored(root / name) for name in names if name not in deltas}
     return FolderScan(deltas, {_printable(name): _printable(reason) for name, reason in ignored.items()})

@@ -41,7 +41,7 @@ from ..errors import UNANSWERED, EngineClosed, InvalidRequest, RequestTimeout, U
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry, State
 from .encoding import BatchLimits, EncodingLane
-from .folders import HEAD_TASKS, scan
+from .folders import HEAD_TASKS, folder_of_delta, scan
 from .generation import EngineContext, GenerationLane
 from .grammar import Grammars
 from .jobs import (
@@ -97,7 +97,8 @@ class Server:
         tokenizer: The tokenizer of the model. Without one, requests have token ids. Default: that of the model, if the
             model is given by its name.
         deltas: A folder with a folder for each delta: a saved delta, a finished run of `deltune train`, or an adapter
-            folder of PEFT or AdapterHub. Its name is that of the delta. Default: deltas come by `load` alone.
+            folder of PEFT or AdapterHub; or one of these alone. The name of its folder is that of the delta. Default:
+            deltas come by `load` alone.
         max_loaded: The most deltas in memory; of the others those stay on the disk that were not needed for longest.
         max_loaded_bytes: The most bytes of deltas in memory.
         max_names: The most deltas that `load` may serve under another name than that of their folder in `deltas`.
@@ -147,7 +148,7 @@ class Server:
             watch=watch, max_pass_seconds=max_pass_seconds, max_wait=max_wait,
             prompt_cache=prompt_cache,
         )  # fmt: skip
-        self.root = None if deltas is None else user_path(deltas, "deltas")
+        self.root = None if deltas is None else user_path(deltas, "deltas").absolute()
         if self.root is not None:
             scan(self.root)  # a folder that cannot be read is reported before anything is loaded or changed
         if isinstance(model, str | Path):
@@ -428,7 +429,9 @@ class Server:
         Raises:
             UnknownDelta: There is no such delta.
         """
-        stays = self.root is not None and (self.root / name).is_dir()  # in this thread, since the disk may be slow
+        stays = (
+            self.root is not None and folder_of_delta(self.root, name).is_dir()
+        )  # in this thread, since the disk may be slow
         reason = f"delta {name!r} was unloaded before it answered"
         self._call(lambda: self._forget(self._catalog.remove(name, stays), reason))
 

@@ -508,6 +508,12 @@ def value_fits(column_type: ColumnType, value: Any) -> bool:
     return not isinstance(value, list)
 
 
+def is_blank(value: Any) -> bool:
+    """Return whether a value is a text, or a list of texts, of nothing but white space."""
+    texts = _texts(value)
+    return bool(texts) and not any(text.strip() for text in texts)
+
+
 def _texts(value: Any) -> list[str]:
     values = value if isinstance(value, list) else [value]
     return [v for v in values if isinstance(v, str)]

@@ -208,8 +208,10 @@ class Conversations:
             for call in message.get("tool_calls", ()):
                 if call["function"]["name"] not in whole:
                     raise DeltuneError("the chat template does not write calls of tools; give another one (--template)")
-        others = [one["content"].strip() for one in messages if one["role"] != "assistant"]
-        self.counts["dropped"] += any(content not in whole for content in others)
+        others = [one for one in messages if one["role"] != "assistant"]
+        texts = [(one["content"], str(one.get("input", ""))) for one in others]
+        parts = [part for text, more in texts for part in (text.removesuffix(more), more)]
+        self.counts["dropped"] += any(part.strip() not in whole for part in parts)
 
     # -- tokens
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ...errors import DeltuneError, counted, excerpt, unknown_name
 from ...files import parse_json
+from ...templates import question
 from .columns import ID_COLUMN_NAMES, ColumnNames
 from .readers import DataFile, has_lone_surrogate, short_repr
 from .rows import Row
@@ -159,7 +160,7 @@ def _read_alpaca(row: Row) -> dict[str, Any]:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise FormatError(f"history must be pairs of texts, a question and its answer each, not {short_repr(turn)}")
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    messages.append({"role": "user", "content": "\n".join(part for part in (instruction, more) if part)})
+    messages.append(question(instruction, more))
     return _conversation([*messages, {"role": "assistant", "content": answer}], row)
 
 

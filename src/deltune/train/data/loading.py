@@ -48,6 +48,7 @@ from .columns import (
     doubts_of_kind,
     guess_task_kind,
     how_to_name_columns,
+    is_blank,
     row_problems,
     unread_columns,
 )
@@ -746,7 +747,7 @@ def _count_labels(file: DataFile, column: str, problems: list[str]) -> dict[str,
     for number, row in file.rows:
         value = row.get(column)
         labels = _labels(value)
-        if all(isinstance(label, str | int) and label != "" for label in labels):
+        if all(isinstance(label, str | int) and not is_blank(label) for label in labels):
             for label in map(str, labels):
                 first, count = counts.get(label, (number, 0))
                 counts[label] = first, count + 1

@@ -79,14 +79,13 @@ def advice(finished: FinishedRun) -> list[str]:
 
     Of several runs it is about the best one, and about their search.
     """
-    nothing = nothing_learned(
-        finished.best_config, finished.analysis, finished.split, finished.log, finished.best_metrics.best.step
-    )
+    step = finished.best_metrics.best.step
+    nothing = nothing_learned(finished.best_config, finished.analysis, finished.split, finished.log, step)
     nothing = nothing or few_entities(finished.best_config, finished.best_metrics, finished.split, finished.log)
     # an accuracy that nothing is said about is clearly above the most frequent answer's, however little the loss fell
     has_learned = finished.analysis.accuracy is not None and finished.analysis.baseline is not None
     of_best = [
-        *(nothing or ([] if has_learned else loss_stayed(finished.best_config, finished.log))),
+        *(nothing or ([] if has_learned else loss_stayed(finished.best_config, finished.log, step))),
         *beaten_by_probe(finished.best_config, finished.best_metrics, finished.split, finished.log),
         *loss_rose(finished.best_config, finished.log),
         *(str(line["untrained"]) for line in finished.log if "untrained" in line),
@@ -184,23 +183,18 @@ def few_entities(config: RunConfig, metrics: RunMetrics, split: str, log: Sequen
     scores = metrics.scores.get(split, {})
     for name, value in scores.items():
         if name in METRICS and METRICS[name].input_type == "tags" and value <= FEW_ENTITIES:
-            rate = _other_rate(config, log, bool(loss_rose(config, log)))
-            return [
-                f"{name} is {value:.3f} on {split}: hardly any entity is found. Try another learning rate, such as "
-                f"--lr {rate:.2g}, or {_longer(config)}"
-            ]
+            todo = _other_rate_or_longer(config, log, metrics.best.step, bool(loss_rose(config, log)))
+            return [f"{name} is {value:.3f} on {split}: hardly any entity is found. Try {todo}"]
     return []
 
 
-def loss_stayed(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str]:
+def loss_stayed(config: RunConfig, log: Sequence[Mapping[str, Any]], best_step: int | None = None) -> list[str]:
     """Say if the training loss ended about where it began."""
     losses = _training_losses(log)
     if len(losses) < 2 or not HARDLY_FALLEN * losses[0] < losses[-1] <= RISEN * losses[0]:
         return []
-    return [
-        f"the training loss hardly fell ({losses[0]:.4g} → {losses[-1]:.4g}). Try another learning rate, such as "
-        f"--lr {_other_rate(config, log, rose=False):.2g}, or {_longer(config)}"
-    ]
+    todo = _other_rate_or_longer(config, log, best_step)
+    return [f"the training loss hardly fell ({losses[0]:.4g} → {losses[-1]:.4g}). Try {todo}"]
 
 
 def loss_rose(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -310,6 +304,14 @@ def _longer_or_lower(config: RunConfig, log: Sequence[Mapping[str, Any]], best_s
         return f"a longer run, such as {_longer(config)}"
     rate, steps = config.optim.rate / RATE_FACTOR, _steps(log)
     return f"a lower learning rate, such as --lr {rate:.2g}, since validation was best at step {best_step} of {steps}"
+
+
+def _other_rate_or_longer(
+    config: RunConfig, log: Sequence[Mapping[str, Any]], best_step: int | None, rose: bool = False
+) -> str:
+    if _was_best_early(log, best_step):
+        return _longer_or_lower(config, log, best_step)
+    return f"another learning rate, such as --lr {_other_rate(config, log, rose):.2g}, or {_longer(config)}"
 
 
 def _longer(config: RunConfig) -> str:
