@@ -135,7 +135,7 @@ def test_the_minutes_are_kept(root: Path, tmp_path: Path, steps: Steps, minutes:
     choice = call(root, tmp_path / "out", minutes=minutes, space=("lora(rank=?)", "layernorm"))
     assert choice.seconds == pytest.approx(60 * steps.minutes) and 0.5 * minutes < steps.minutes <= 1.1 * minutes
     finals = choice.table[choice.table["seeds"].fillna(0) > 0]
-    assert len(finals) == 2 and finals["seeds"].nunique() == 1
+    assert finals["seeds"].nunique() == 1 and (len(finals) == 2 or steps.runs > 1)
     names = [path.name.rpartition("-seed") for path in (choice.run / "finals").glob("*-seed*")]
     assert len({tuple(sorted(seed for one, _, seed in names if one == name)) for name, _, _ in names}) == 1
     for path in (choice.run / "finals").glob("*-seed*"):

@@ -351,6 +351,8 @@ class _Search:
         except DeltuneError as error:
             return [Candidate(method, math.nan, scalars, dropped=str(error))]
         seconds = self._predicted(cost, final=True)
+        facts = f"{counted(scalars, 'scalar')}, {seconds / 60:.1f} minutes a run, {format_bytes(cost.peak_bytes)}"
+        logger.info("measured %s: %s", method, facts)
         needed = max(FINALISTS * seconds / (1 - SEARCH_SHARE), FINALISTS * seconds + self.seconds) / 60
         why = ""
         if self.memory is not None and cost.peak_bytes > self.memory:
