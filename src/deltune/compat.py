@@ -560,3 +560,13 @@ def logits_processors(model: Any, config: Any, prompt_length: int, ends: Sequenc
     """Return what `generate` does to scores by a generation config; it has no public function for that alone."""
     config._eos_token_tensor = torch.tensor(list(ends)) if ends else None
     return model._get_logits_processor(config, prompt_length, device="cpu")
+
+
+# -- Optuna: it gives a trial to the process that began it, and to another one only by its private id
+
+
+def running_trial(study: Any, number: int) -> Any:
+    """Return the trial of a study that a process left while it ran, to go on with it."""
+    from optuna.trial import Trial
+
+    return Trial(study, study.trials[number]._trial_id)

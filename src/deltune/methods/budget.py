@@ -88,11 +88,8 @@ def solve(
     if weights is not None and not _weights_are_valid(weights, slots):
         raise DeltuneError(f"weights={excerpt(weights)}: give {slots} positive numbers, one for each ?")
 
-    def text_with(sizes: Sequence[int]) -> str:
-        return "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
-
     def method_with(sizes: Sequence[int]) -> Method:
-        return parse(text_with(sizes))
+        return parse(_text_with(pieces, sizes))
 
     def is_shown(slot: int) -> bool:
         """Whether the shortest expression has the size, which it has not where that is the default."""
@@ -153,7 +150,7 @@ def solve(
     if (count := cost(solved)) > budget_count:
         raise DeltuneError(f"the count of {method} does not grow evenly with its ?: give a value instead of the ?")
     if not all(is_shown(slot) for slot in range(slots)):
-        nodes = _summands(ast.parse(" ".join(text_with(sizes).split()), mode="eval").body)
+        nodes = _summands(ast.parse(" ".join(_text_with(pieces, sizes).split()), mode="eval").body)
         terms = [printed_as(term, ast.unparse(node)) for term, node in zip(solved.terms, nodes, strict=True)]
         solved = sum(terms[1:], terms[0])
     return FitResult(solved, count, budget_count)
@@ -206,6 +203,16 @@ def budget_scalars(model: PreTrainedModel | PreTrainedConfig, budget: int | str,
     if number < 1:
         raise DeltuneError(f"budget={budget!r} is {number} scalars; give at least 1")
     return number
+
+
+def check_open(method: str) -> None:
+    """Refuse an expression that is no method of any model, whatever size each ? stands for."""
+    pieces = _split_at_question_marks(method) if "?" in method else [method]
+    _smallest_sizes(lambda *sizes: len(parse(_text_with(pieces, sizes)).terms), len(pieces) - 1)
+
+
+def _text_with(pieces: Sequence[str], sizes: Sequence[int]) -> str:
+    return "".join(piece + str(size) for piece, size in zip(pieces, [*sizes, ""], strict=True))
 
 
 def _split_at_question_marks(method: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from itertools import accumulate
@@ -83,8 +84,9 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
     """Return the greatest number of bytes in use at once during some work, beyond those in use before it.
 
     They are counted by the device's allocator. On a CPU the profiler sees every allocation and release, those inside
-    kernels too.
+    kernels too. What nobody can reach any more is released first, or it would be released during the work.
     """
+    gc.collect()
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         before = torch.accelerator.memory_allocated(device)

@@ -17,6 +17,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,10 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 from scipy.stats import t as student_t
 
-from ..errors import DeltuneError, DivergedError, check_booleans, counted
+from ..compat import running_trial
+from ..errors import DeltuneError, DivergedError, check_booleans, counted, error_from_problems
 from ..files import file_lock, read_json_object, write_json, write_text
-from ..methods.budget import budget_scalars, solve
+from ..methods.budget import budget_scalars, check_open, solve
 from ..methods.counting import count, format_bytes
 from ..methods.memory import parse_bytes
 from ..methods.registry import parse
@@ -66,6 +68,8 @@ FINALISTS, SEEDS = 2, 3
 """How many candidates are trained on all training rows, and under how many seeds."""
 SEARCH_SHARE = 0.5
 """The search may take that share of the minutes; the rest is for the finalists and for full tuning."""
+
+ALL_DIVERGED = "every candidate diverged: give --set warmup=0.1, or another --space"
 
 LORA = ("lora(rank=?)", "lora(rank=?, at=('query', 'key', 'value', 'output', 'ffn'))")
 """LoRA at queries and values, and at all linears."""
@@ -222,6 +226,14 @@ class _Search:
                 "a file of them"
             )
         self.expressions, self.factors = SPACES[space] if isinstance(space, str) else (space, SPACES["all"][1])
+        problems: list[str] = []
+        for expression in self.expressions:
+            try:
+                check_open(expression)
+            except DeltuneError as error:
+                problems.append(str(error))
+        if problems:
+            raise error_from_problems("space", problems)
         if wrong := [name for name in ("method", "lr", "seeds", "search", "validate_every") if name in options]:
             raise DeltuneError(f"{', '.join(wrong)}: choose sets them itself; give the others of deltune train")
         self.options = {"model": model, **({} if data is None else {"data": data}), **options}
@@ -294,7 +306,7 @@ class _Search:
                 "the candidates"
             )
         if data.kind == "classification" and len(set(data.splits["train"]["label"])) < 2:
-            raise DeltuneError(f"data {data.source}: all training rows have one label, so nothing can be chosen")
+            raise DeltuneError(f"data {data.source}: all {rows:,} training rows have one label; nothing can be chosen")
         log_data(self.base.data, data, data.kind)
         self.data = data
         self.growth = 1.0 if self.base.optim.steps else rows / (rows - held_out)
@@ -339,6 +351,8 @@ class _Search:
         except DeltuneError as error:
             return [Candidate(method, math.nan, scalars, dropped=str(error))]
         seconds = self._predicted(cost, final=True)
+        facts = f"{counted(scalars, 'scalar')}, {seconds / 60:.1f} minutes a run, {format_bytes(cost.peak_bytes)}"
+        logger.info("measured %s: %s", method, facts)
         needed = max(FINALISTS * seconds / (1 - SEARCH_SHARE), FINALISTS * seconds + self.seconds) / 60
         why = ""
         if self.memory is not None and cost.peak_bytes > self.memory:
@@ -373,9 +387,10 @@ class _Search:
 
     def _predicted(self, cost: StepCost, *, final: bool, validations: int | None = None) -> float:
         """Return how long a run takes, or its first validations, by what its first steps took; a final has all rows."""
-        number = EIGHTHS * (self.growth if final else 1) if validations is None else validations
+        between = _eighth(cost.steps)
+        number = cost.steps * (self.growth if final else 1) / between if validations is None else validations
         share = self.relative["validation"] if final else 1
-        return self.setup + number * (cost.steps * cost.step_seconds / EIGHTHS + share * cost.validation_seconds)
+        return self.setup + number * (between * cost.step_seconds + share * cost.validation_seconds)
 
     def _fits(self, *costs: StepCost) -> bool:
         """Return whether final runs of these costs and scoring the test split would end within the minutes."""
@@ -418,26 +433,21 @@ class _Search:
         while True:
             with contextlib.ExitStack() as mine:
                 with file_lock(self.lock):
-                    others = False
-                    for trial in study.get_trials(states=(TrialState.RUNNING,)):
-                        with file_lock(self._claim(study, trial.number), wait=False) as is_left:
-                            if is_left:
-                                study.tell(trial.number, state=TrialState.PRUNED)
-                                study.enqueue_trial({}, user_attrs=trial.user_attrs)
-                        others |= not is_left
-                    new = None
-                    if study.get_trials(states=(TrialState.WAITING,)) and not is_over():
+                    begun = study.get_trials(states=(TrialState.RUNNING,))
+                    left = (one for one in begun if mine.enter_context(self._claim(study, one.number, wait=False)))
+                    new = next((running_trial(study, one.number) for one in left), None)
+                    if new is None and study.get_trials(states=(TrialState.WAITING,)) and not is_over():
                         new = study.ask()
-                        mine.enter_context(file_lock(self._claim(study, new.number)))
+                        mine.enter_context(self._claim(study, new.number))
                 if new is not None:
                     work(new, new.user_attrs["candidate"])
                     continue
-            if not others:
+            if not begun:
                 return
             time.sleep(1)
 
-    def _claim(self, study: optuna.Study, number: int) -> Path:
-        return self.folder / "claims" / f"{study.study_name}-{number}"
+    def _claim(self, study: optuna.Study, number: int, *, wait: bool = True) -> AbstractContextManager[bool]:
+        return file_lock(self.folder / "claims" / f"{study.study_name}-{number}", wait=wait)
 
     def _halve(self, kept: Mapping[str, Candidate]) -> None:
         """Train the candidates, the defaults first; the pruner stops those that fall behind."""
@@ -446,31 +456,25 @@ class _Search:
         minutes = run_seconds(costs[-1]) / 60
         logger.info("%s; a whole run takes %.1f minutes at most", counted(len(kept), "candidate"), minutes)
         self._share(self.study, lambda trial, name: self._train(trial, kept[name]), self._time_is_up)
-        if self.study.get_trials(states=(TrialState.WAITING,)):
-            logger.info("the time of the search is up; what has not been tried is left out")
-        for one in kept.values():
-            one.rungs = self._rungs(one)
-
-    def _rungs(self, candidate: Candidate) -> dict[int, float]:
-        """Return the validations of a candidate by all processes so far; none if it diverged."""
-        trials = self.study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
-        mine = [trial for trial in trials if trial.user_attrs["candidate"] == candidate.name]
-        return {step: value for trial in mine for step, value in trial.intermediate_values.items()}
+        if untried := [one.user_attrs["candidate"] for one in self.study.get_trials(states=(TrialState.WAITING,))]:
+            logger.info("the time of the search is up; not tried: %s", ", ".join(untried))
+        for trial in self.study.trials:
+            one = kept[trial.user_attrs["candidate"]]
+            if trial.state in (TrialState.COMPLETE, TrialState.PRUNED):
+                one.rungs = dict(trial.intermediate_values)
+            else:
+                one.rungs, one.dropped = {}, trial.user_attrs.get("diverged", "the time of the search was up")
 
     def _train(self, trial: Trial, candidate: Candidate) -> None:
         """Train one candidate until its end, or until the pruner or the time stops it."""
         assert candidate.cost is not None
         self.study.pruner = halving(candidate.cost.steps)
         stopped = ""
-        earlier = self._rungs(candidate)  # before it was interrupted
-        candidate.rungs = dict(earlier)
-        for step, quality in earlier.items():
-            trial.report(quality, step)
-            trial.should_prune()
+        candidate.rungs = dict(self.study.trials[trial.number].intermediate_values)  # before it was interrupted
 
         def stop_if(step: int, quality: float) -> bool:
             nonlocal stopped
-            if step not in earlier:
+            if step not in candidate.rungs:
                 trial.report(quality, step)
             self.study.set_user_attr("seconds", self.seconds)
             candidate.rungs[step] = quality
@@ -486,8 +490,7 @@ class _Search:
                 final=False, report=False, stop_if=stop_if,
             )  # fmt: skip
         except DivergedError as error:
-            self.study.tell(trial, state=TrialState.FAIL)  # worse than any other
-            logger.info("%s: %s", candidate.name, error)
+            self._diverged(self.study, trial, error)  # worse than any other
             return
         value = candidate.best
         done = counted(max(candidate.rungs, default=0), "step")
@@ -496,6 +499,11 @@ class _Search:
             abs(value), done, f"; {stopped}" if stopped else "", self._left(),
         )  # fmt: skip
         self.study.tell(trial, None if stopped else value, TrialState.PRUNED if stopped else TrialState.COMPLETE)
+
+    def _diverged(self, study: optuna.Study, trial: Trial, error: DivergedError) -> None:
+        trial.set_user_attr("diverged", str(error))
+        study.tell(trial, state=TrialState.FAIL)
+        logger.info("%s: %s", trial.user_attrs["candidate"], error)
 
     def _left(self) -> str:
         waiting = sum(trial.state == TrialState.WAITING for trial in self.study.trials)
@@ -516,11 +524,11 @@ class _Search:
                         self.finals.enqueue_trial({}, user_attrs={"candidate": one.name, "seed": seed})
         finalists = list(dict.fromkeys(trial.user_attrs["candidate"] for trial in self.finals.trials))
         if not finalists:
-            raise DivergedError("every candidate diverged: give lower rates by another --space, or --warmup 0.1")
+            raise DivergedError(ALL_DIVERGED)
         costs = [cost for name in finalists if (cost := kept[name].cost)]
 
         def is_over() -> bool:
-            begun = len(self.finals.get_trials(states=(TrialState.RUNNING, TrialState.COMPLETE)))
+            begun = len(self.finals.trials) - len(self.finals.get_trials(states=(TrialState.WAITING,)))
             seeds, rest = divmod(begun, len(costs))
             if seeds and rest:  # a seed under which one of them alone was trained compares nothing
                 return False
@@ -532,18 +540,33 @@ class _Search:
             path = self._final_folder(one, seed)
             once = {} if seed == self.seeds[0] else {"probe": "off"}
             config, limit = self._config(one, seed=seed, **once), 60 * (self.minutes or math.inf)
-            best = self._timed(
-                config, path, one.cost, final=True, stop_if=lambda step, quality: self.seconds > limit
-            ).best
+            try:
+                best = self._timed(
+                    config, path, one.cost, final=True, stop_if=lambda step, quality: self.seconds > limit
+                ).best
+            except DivergedError as error:
+                self._diverged(self.finals, trial, error)
+                return
             if self.seconds > limit:
                 logger.warning("%s, seed %d: its training was cut short, since the time is up", name, seed)
             self.finals.tell(trial, float(best.value or 0.0))
             logger.info("%s, seed %d: validation %s %.4f", name, seed, best.metric, best.value or 0.0)
 
         self._share(self.finals, train_final, is_over)
-        for trial in self.finals.get_trials(states=(TrialState.COMPLETE,)):
-            kept[trial.user_attrs["candidate"]].finals.append(trial.values[0])
-        return [kept[name] for name in finalists if kept[name].finals]
+        scores: dict[int, dict[str, float]] = {seed: {} for seed in self.seeds}
+        for trial in self.finals.trials:
+            if trial.state == TrialState.COMPLETE:
+                scores[trial.user_attrs["seed"]][trial.user_attrs["candidate"]] = trial.values[0]
+            elif trial.state == TrialState.FAIL:
+                kept[trial.user_attrs["candidate"]].dropped = trial.user_attrs["diverged"]
+        compared = [name for name in scores[self.seeds[0]] if not kept[name].dropped]
+        for of_seed in scores.values():
+            if all(name in of_seed for name in compared):  # means are of the same seeds
+                for name in compared:
+                    kept[name].finals.append(of_seed[name])
+        if not compared:
+            raise DivergedError(ALL_DIVERGED)
+        return [kept[name] for name in compared]
 
     def _finish(self, candidates: Sequence[Candidate], finalists: Sequence[Candidate]) -> Choice:
         """Choose by validation, score the test split once, and write the report."""
@@ -558,7 +581,7 @@ class _Search:
         floor = None if probe is None else probe.scores.get("validation", {}).get(metric)
         choice = Choice(
             winner.method, winner.rate, _table(candidates, floor, self._full_tuning()), decided,
-            _advice(candidates, decided) + _beside_probe(winner, metric, floor),
+            _advice(candidates, finalists, metric, decided) + _beside_probe(winner, metric, floor),
             f"deltune train {shlex.quote(str(link / 'spec.yaml'))} --output RUN", test,
             round(self.seconds, 1), self.folder,
         )  # fmt: skip
@@ -673,7 +696,7 @@ def _winner(finalists: Sequence[Candidate], higher_is_better: bool) -> tuple[Can
     """
     sign = 1 if higher_is_better else -1
     ranked = sorted(finalists, key=lambda one: -sign * statistics.fmean(one.finals))
-    if any(len(one.finals) < 2 for one in finalists):
+    if len(ranked) == 1 or len(ranked[0].finals) == 1:
         return ranked[0], False
     (low, high), (other_low, other_high) = (interval(one.finals) for one in ranked[:2])
     if low > other_high or high < other_low:
@@ -681,7 +704,7 @@ def _winner(finalists: Sequence[Candidate], higher_is_better: bool) -> tuple[Can
     return min(ranked, key=lambda one: (bool(one.cost and one.cost.why_unmerged), one.scalars)), False
 
 
-def _advice(candidates: Sequence[Candidate], decided: bool) -> str:
+def _advice(candidates: Sequence[Candidate], finalists: Sequence[Candidate], metric: str, decided: bool) -> str:
     """Say how much the rate and the method decided at the first rung, which all candidates reached."""
     first: dict[str, list[float]] = {}
     for one in candidates:
@@ -691,10 +714,12 @@ def _advice(candidates: Sequence[Candidate], decided: bool) -> str:
     by_method = [max(values) for values in first.values()]
     parts = [f"the rate decided {statistics.fmean(by_rate):.3f}"] if by_rate else []
     parts += [f"the method {max(by_method) - min(by_method):.3f}"] if len(by_method) > 1 else []
-    text = f"after an eighth of the steps {' and '.join(parts)}; " if parts else ""
+    text = f"after an eighth of the steps {' and '.join(parts)} of {metric}; " if parts else ""
     if decided:
         text += "decided: the winner's interval over the seeds is apart from the other finalist's"
-    elif any(len(one.finals) == 1 for one in candidates):
+    elif len(finalists) == 1:
+        text += "undecided: no other candidate was trained on all rows"
+    elif len(finalists[0].finals) == 1:
         text += "undecided: there was time for one seed alone; what validated better is taken"
     else:
         text += (

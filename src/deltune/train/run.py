@@ -297,7 +297,7 @@ class _StepClock(TrainerCallback):
 
 
 def measure_steps(config: RunConfig, rows: Callable[[TaskData], TaskData], cache: ModelCache) -> StepCost:
-    """Take three steps of a run and one validation, and a step of its longest rows, and return what they cost."""
+    """Take three steps of a run and one validation, and two of its longest rows, and return what they cost."""
     device, clock, start = task_setup.resolve_device("auto"), _StepClock(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ProgressDisplay(False) as bar:
         state = _prepare(config, RunFolder(folder), device, "none", cache, rows)
@@ -305,7 +305,8 @@ def measure_steps(config: RunConfig, rows: Callable[[TaskData], TaskData], cache
         delta = sum(parameter.nbytes for parameter in state.tuned.trainable_parameters())
         try:
             with _linear_optimized(state, device):
-                state.config = state.config.replace(steps=1, lr=state.config.optim.rate)
+                # The optimizer keeps nothing until its first step ends.
+                state.config = state.config.replace(steps=2, lr=state.config.optim.rate)
                 longest = sorted(range(len(every_row)), key=every_row.lengths.__getitem__)[-config.optim.batch_size :]
                 state.encoded["train"] = replace(every_row, rows=[every_row[i] for i in longest])
                 shapes = (config.optim.rows_per_device(), config.runtime.seed, padding_side(state.model) is None)
