@@ -13,7 +13,7 @@ from ..errors import DeltuneError, check_booleans, error_from_problems, unknown_
 from ..methods.registry import parse
 from ..methods.spec import MaskedMethod, Method, NamedMethod
 from ..train import TASKS, Best, finalists
-from .claims.selectors import EDGE, FLOOR
+from .claims.selectors import EDGE, FLOOR, SEED
 from .jobs.job import Cell, Job, JobMaker, Roots, run_job
 from .study import SEED_PLACEHOLDER, CellPlan, PlannedCell, Records, plan_runs, planned_runs
 
@@ -352,14 +352,15 @@ def method_variants(methods: Mapping[str, str], **labels: Any) -> list[Variant]:
 
 
 def _without_training(floor: str, plan: CellPlan, roots: Roots) -> CellPlan:
-    """Return the cell of a floor that trains nothing, on the rows of a plan's first run."""
+    """Return the cell of a floor that trains nothing and so has no seed, on the rows of a plan's first run."""
 
     def plan_cells(records: Records) -> list[PlannedCell]:
         first = plan(records)[0]
         job = (*first.tries, first)[0].job
         assert job is not None
         spec = {name: value for name, value in job.spec.items() if name != "lr"}
-        return [PlannedCell({**first.cell, FLOOR: floor}, Job(floor, {"run": spec}, roots=roots))]
+        cell = {axis: label for axis, label in first.cell.items() if axis != SEED}
+        return [PlannedCell({**cell, FLOOR: floor}, Job(floor, {"run": spec}, roots=roots))]
 
     return plan_cells
 

@@ -24,7 +24,8 @@ def floor_outcomes(outcomes: Sequence[Outcome]) -> list[Outcome]:
         row = cell.get(FLOOR, cell.get("method", cell.get("structure")))
         same_task = cell.get("target", cell.get("task")) == cell.get("task")
         if row in ("full", *FLOORS) and same_task and {"model", "task"} <= cell.keys():
-            labels = {"model": cell["model"], "task": cell["task"], FLOOR: row, SEED: cell.get(SEED)}
+            labels = {"model": cell["model"], "task": cell["task"], FLOOR: row}
+            labels |= {SEED: cell[SEED]} if SEED in cell else {}  # a floor that trains nothing has none
             rows.setdefault(tuple(labels.values()), replace(outcome, cell=labels))
     return list(rows.values())
 
@@ -61,7 +62,7 @@ def check_floors(
 def _check(scores: Sequence[tuple[Outcome, float]], choice: MetricChoice, where: str) -> FloorCheck:
     rows: dict[str, dict[object, float]] = {}
     for outcome, score in scores:
-        rows.setdefault(outcome.cell[FLOOR], {})[outcome.cell[SEED]] = score
+        rows.setdefault(outcome.cell[FLOOR], {})[outcome.cell.get(SEED)] = score
     means = {row: float(np.mean(list(of_seeds.values()))) for row, of_seeds in rows.items()}
     floor_name = max((row for row in means if row in FLOORS), key=lambda row: means[row], default="")
     floor, full = means.get(floor_name), means.get("full")
