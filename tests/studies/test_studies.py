@@ -397,7 +397,8 @@ def test_more_seeds_decide_smaller_effects() -> None:
         assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
     ((largest, unit), *_) = (effect for effect in by_seeds[0] if effect is not None)
     assert f"    {largest:.2g} {unit}: {claims[0].text}" in power_lines(made, _read(name), claims)
-    assert decidable_effects(claims, [o for o in outcomes if o.cell.get("seed") == 0], metric, 8) == [None] * len(claims)
+    first = [outcome for outcome in outcomes if outcome.cell.get("seed") == 0]
+    assert decidable_effects(claims, first, metric, 8) == [None] * len(claims)
 
 
 def _read(name: str) -> dict[str, JobRecord]:
