@@ -91,7 +91,7 @@ def test_labels_without_names_are_named(places: Path, tmp_path: Path) -> None:
 def test_the_columns_of_a_file_that_are_read_are_said(places: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     assert len(inputs_from_file(places / "data.jsonl", places / "saved", str(places / "bert"))) == 6
-    assert "data.jsonl: columns that are read: text (text); not read: label" in caplog.text
+    assert "data.jsonl: columns that are read: text (text); written with each prediction: label" in caplog.text
 
 
 def test_what_a_delta_alone_does_not_say_is_asked(places: Path) -> None:

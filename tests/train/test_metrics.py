@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import shutil
@@ -487,6 +488,24 @@ def test_a_model_that_knows_no_token_is_refused(shared: Path) -> None:
     options = {"model": str(shared / "models" / "minilm-d128"), "layers": 2}
     got = compute_scores(["bertscore"], ["ภาษา"], ["ไทย"], options={"bertscore": options})
     assert "without a token that" in got.omitted["bertscore"]
+
+
+LIMITLESS = [("bertscore", {"layers": 2}), ("bertscore", {"layers": 2, "idf": True}), ("moverscore", {"idf": "none"})]
+
+
+@pytest.mark.parametrize(("name", "more"), LIMITLESS)
+def test_texts_are_cut_at_the_positions_of_a_model_whose_tokenizer_names_no_limit(
+    name: str, more: dict, shared: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(shared / "models" / "minilm-d128", tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "model_max_length": int(1e30)}))
+    options = {name: {"model": str(model), **more}}
+    long = "a cat " * 300
+    cut, whole = (
+        compute_scores([name], [text, "a dog"], [long, "a cat"], options=options) for text in (long + "and a dog", long)
+    )
+    assert cut.omitted == {} and cut[name].value == pytest.approx(whole[name].value, abs=1e-5)
 
 
 def test_options_are_checked() -> None:

@@ -51,6 +51,11 @@ def _refuse_unreadable(tokenizer: Any, references: References, model: str) -> di
     return refuse_rows(references, is_read, f"{problem} (give a model of their language)")
 
 
+def _longest(tokenizer: Any, model: Any) -> int:
+    """Return the length in tokens at which a text is cut."""
+    return int(min(tokenizer.model_max_length, model.config.max_position_embeddings))
+
+
 # BERTScore ---------------------------------------------------------------------------------------------------------
 
 
@@ -72,8 +77,11 @@ def _compute_bertscore(predictions: Texts, references: References, options: Opti
     flat_references = _flatten(references)
     if options["idf"] and len(set(flat_references)) == 1:
         raise CannotScoreError(f"{WEIGHTLESS} idf=False")
-    sentences = flat_references if options["idf"] else None
-    scorer = BERTScorer(model_type=model, num_layers=layers, idf=options["idf"], idf_sents=sentences, device=_device())
+    scorer = BERTScorer(model_type=model, num_layers=layers, idf=options["idf"], device=_device())
+    # bert-score cuts texts at the tokenizer's limit; one that names none has 1e30, which the tokenizer itself refuses.
+    scorer._tokenizer.model_max_length = _longest(scorer._tokenizer, scorer._model)
+    if options["idf"]:
+        scorer.compute_idf(flat_references)
     pairs = list(zip(_repeat_predictions(predictions, references), flat_references, strict=True))
     # bert-score 0.3.13 passes an empty text to a method that tokenizers of transformers 5 lack.
     not_empty = [i for i, (prediction, reference) in enumerate(pairs) if prediction.strip() and reference.strip()]
@@ -130,8 +138,7 @@ def _embed_words(texts: list[str], model: Any, tokenizer: Any, idf: str) -> Iter
     """Yield for each text embeddings (words, width) of length 1 and weights (words,) of sum 1, or 0 if all are 0."""
     import torch
 
-    limit = min(tokenizer.model_max_length, model.config.max_position_embeddings)
-    encoded = tokenizer(texts, truncation=True, max_length=limit)["input_ids"]
+    encoded = tokenizer(texts, truncation=True, max_length=_longest(tokenizer, model))["input_ids"]
     frequencies = Counter(token for ids in encoded for token in set(ids))
     for start in range(0, len(texts), BATCH_SIZE):
         batch_ids = encoded[start : start + BATCH_SIZE]
@@ -178,7 +185,7 @@ def _compute_bleurt(predictions: Texts, references: References, options: Options
         raise DeltuneError(f"{options['model']} has {model.config.num_labels} labels: a BLEURT checkpoint has one.")
     unread = _refuse_unreadable(tokenizer, references, options["model"])
     repeated, flat_references = _repeat_predictions(predictions, references), _flatten(references)
-    limit = min(tokenizer.model_max_length, model.config.max_position_embeddings)
+    limit = _longest(tokenizer, model)
     values: list[float] = []
     for start in range(0, len(flat_references), BATCH_SIZE):
         pair = (flat_references[start : start + BATCH_SIZE], repeated[start : start + BATCH_SIZE])
