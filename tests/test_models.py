@@ -7,6 +7,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,16 @@ def test_small_real_models(shared: Path, name: str, kind: str, cls: str) -> None
         warnings.simplefilter("error")
         model = models.load_model(str(shared / "models" / name), kind)
     assert type(model).__name__ == cls
+
+
+def test_threads_that_load_models_at_once(shared: Path) -> None:
+    """transformers ties no weights while it loads; what one thread loads is tied whatever the others do."""
+    names = [str(shared / "models" / name) for name in ("g2p-en-us-bart", "stories260k-llama")] * 4
+    heads = ["seq2seq-lm", "causal-lm"] * 4
+    with ThreadPoolExecutor(8) as pool:
+        loaded = [*pool.map(models.load_model, names, heads)]
+    for model in (*loaded, *map(models.load_model, names[:2], heads[:2])):
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_padding_of_a_decoder_only_classifier(shared: Path) -> None:

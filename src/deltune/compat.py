@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -539,21 +540,30 @@ def sacrebleu_score(metric: Any, statistics: Any) -> float:
     return float(metric._compute_score_from_stats(statistics).score)
 
 
+LOADING = threading.RLock()
+"""While transformers loads a model, no model of any thread ties its weights; two at once can leave it so for good."""
+
+
 @contextlib.contextmanager
 def silent_loading() -> Iterator[None]:
-    """Hide transformers' progress bar and load report inside the context; deltune judges itself what is missing."""
+    """Load models inside the context, one thread at a time, without transformers' progress bar and load report.
+
+    What is missing in a checkpoint deltune judges itself.
+    """
     from transformers.utils import logging as hf
 
     nothing = logging.Filter("nothing")  # not setLevel: with a level transformers also checks tensor-parallel plans
-    logger, had_progress_bar = logging.getLogger("transformers.modeling_utils"), hf.is_progress_bar_enabled()
-    logger.addFilter(nothing)
-    hf.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logger.removeFilter(nothing)
-        if had_progress_bar:
-            hf.enable_progress_bar()
+    logger = logging.getLogger("transformers.modeling_utils")
+    with LOADING:
+        had_progress_bar = hf.is_progress_bar_enabled()
+        logger.addFilter(nothing)
+        hf.disable_progress_bar()
+        try:
+            yield
+        finally:
+            logger.removeFilter(nothing)
+            if had_progress_bar:
+                hf.enable_progress_bar()
 
 
 def logits_processors(model: Any, config: Any, prompt_length: int, ends: Sequence[int]) -> Any:

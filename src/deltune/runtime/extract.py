@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..compat import LOADING
 from ..errors import DeltuneError, error_from_problems, excerpt, first_names
 from ..interop.base import PlacedTensors, rows_of_columns, without_scope
 from ..methods.forms.low_rank import LowRank
@@ -87,7 +88,8 @@ def _loaded(base: PreTrainedModel, checkpoint: PreTrainedModel | str | Path) -> 
             )
         return checkpoint
     try:
-        return type(base).from_pretrained(str(checkpoint), dtype=base.dtype)
+        with LOADING:
+            return type(base).from_pretrained(str(checkpoint), dtype=base.dtype)
     except (OSError, ValueError) as error:
         raise DeltuneError(f"the checkpoint {excerpt(str(checkpoint))} cannot be loaded: {str(error)[:300]}") from error
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ...compat import LOADING
 from ...errors import DeltuneError
 from .base import CorpusStatistics, Metric, Options, mean_statistics, reduce_references
 from .words import CannotScoreError, refuse_rows
@@ -77,7 +78,8 @@ def _compute_bertscore(predictions: Texts, references: References, options: Opti
     flat_references = _flatten(references)
     if options["idf"] and len(set(flat_references)) == 1:
         raise CannotScoreError(f"{WEIGHTLESS} idf=False")
-    scorer = BERTScorer(model_type=model, num_layers=layers, idf=options["idf"], device=_device())
+    with LOADING:
+        scorer = BERTScorer(model_type=model, num_layers=layers, idf=options["idf"], device=_device())
     # bert-score cuts texts at the tokenizer's limit; one that names none has 1e30, which the tokenizer itself refuses.
     scorer._tokenizer.model_max_length = _longest(scorer._tokenizer, scorer._model)
     if options["idf"]:
@@ -119,7 +121,8 @@ def _compute_moverscore(predictions: Texts, references: References, options: Opt
             f"moverscore recognises words by ## (WordPiece), which the tokenizer of {options['model']} lacks."
         )
     unread = _refuse_unreadable(tokenizer, references, options["model"])
-    model = AutoModel.from_pretrained(options["model"]).float().to(_device()).eval()
+    with LOADING:
+        model = AutoModel.from_pretrained(options["model"]).float().to(_device()).eval()
     embedded_predictions = list(_embed_words(list(predictions), model, tokenizer, options["idf"]))
     embedded_references = list(_embed_words(_flatten(references), model, tokenizer, options["idf"]))
     if not any(weights.any() for _, weights in embedded_references):
@@ -180,7 +183,8 @@ def _compute_bleurt(predictions: Texts, references: References, options: Options
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options["model"])
-    model = AutoModelForSequenceClassification.from_pretrained(options["model"]).float().to(_device()).eval()
+    with LOADING:
+        model = AutoModelForSequenceClassification.from_pretrained(options["model"]).float().to(_device()).eval()
     if model.config.num_labels != 1:
         raise DeltuneError(f"{options['model']} has {model.config.num_labels} labels: a BLEURT checkpoint has one.")
     unread = _refuse_unreadable(tokenizer, references, options["model"])
