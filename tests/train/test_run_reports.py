@@ -350,9 +350,7 @@ def test_what_is_not_clearly_better(analysis: Analysis, expected: str, whole: Ru
     )
 
 
-@pytest.mark.parametrize(
-    ("third", "todo"), [(1, "lower learning rate, such as"), (2, "or --epochs 6"), (3, "or --epochs 6")]
-)
+@pytest.mark.parametrize(("third", "todo"), [(1, ""), (2, ", or --epochs 6"), (3, ", or --epochs 6")])
 def test_a_run_that_was_best_early_need_not_be_longer(third: int, todo: str, whole: RunFolder) -> None:
     """Where hardly any entity is found, and where the loss stayed, by the third of the run with its best validation."""
     log, metrics = losses(1.0, 0.99, 0.98), whole.metrics
@@ -363,7 +361,7 @@ def test_a_run_that_was_best_early_need_not_be_longer(third: int, todo: str, who
         *advising.loss_stayed(whole.config, log, step),
         *advising.few_entities(whole.config, poor, "test", log),
     ):
-        assert todo in note and ("--epochs" in note) == ("--epochs" in todo)
+        assert re.search(rf"another learning rate, such as --lr (0\.\d+){todo}$", note), note
     assert advising.few_entities(whole.config, poor, "test", log)
 
 

@@ -188,12 +188,20 @@ def data_notes(data: TaskData) -> list[str]:
     elif data.kind == "classification" and len(data.labels) > 2 and all(map(str.isdigit, data.labels)):
         lines.append("the labels are whole numbers, each a class; --task regression predicts them as numbers")
     roles = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names]
-    known = _hashes(data.splits["train"], roles) if "train" in data.splits else None
+    inputs = [role for role in roles if role in INPUT_TYPES]
+    known = None
     for split, rows in data.splits.items():
-        lines += blank_notes(data.kind, columns_of(rows), split)
-        if split != "train" and known is not None and (shared := int(np.isin(_hashes(rows, roles), known).sum())):
+        columns = columns_of(rows)
+        lines += blank_notes(data.kind, columns, split)
+        texts, answers = (_hashes(columns, some) for some in (inputs, [role for role in roles if role not in inputs]))
+        both = texts * 1_000_003 + answers
+        if split == "train":
+            known = both
+        elif known is not None and (shared := int(np.isin(both, known).sum())):
             lines.append(f"{counted(shared, 'row')} of {split} also in train")
-    return [*lines, *_repetition_notes(data)]
+        if inputs and len(inputs) < len(roles):  # conversations have notes of their own (`data.formats`)
+            lines += _repetition_notes(split, *count_repetitions(both, texts, answers))
+    return lines
 
 
 def blank_notes(kind: str, columns: Mapping[str, Sequence[Any]], where: str) -> list[str]:
@@ -206,28 +214,18 @@ def blank_notes(kind: str, columns: Mapping[str, Sequence[Any]], where: str) -> 
     return lines
 
 
-def _hashes(rows: Dataset, roles: Sequence[str]) -> NDArray[np.int64]:
+def _hashes(columns: Mapping[str, Sequence[Any]], roles: Sequence[str]) -> NDArray[np.int64]:
     """Return a hash of what each row has in some columns."""
-    return np.array([hash(repr(row)) for row in zip(*(rows[role] for role in roles), strict=True)], np.int64)
+    if not roles:
+        return np.zeros(len(columns["id"]), np.int64)
+    return np.array([hash(repr(row)) for row in zip(*(columns[role] for role in roles), strict=True)], np.int64)
 
 
-def _repetition_notes(data: TaskData) -> list[str]:
-    """Return how many rows of each split stand there twice, and how many have another answer than their like.
-
-    Conversations have notes of their own (`data.formats`).
-    """
-    names = next(iter(data.splits.values())).column_names
-    inputs = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names and c.role in INPUT_TYPES]
-    answers = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names and c.role not in inputs]
-    lines = []
-    for split, rows in data.splits.items() if inputs and answers else ():
-        repeated, differing = count_repetitions(
-            _hashes(rows, [*inputs, *answers]), _hashes(rows, inputs), _hashes(rows, answers)
-        )
-        if repeated:
-            lines.append(f"{counted(repeated, 'repeated row')} in {split}")
-        if differing:
-            lines.append(f"{counted(differing, 'row')} in {split} with an input that other rows answer differently")
+def _repetition_notes(split: str, repeated: int, differing: int) -> list[str]:
+    """Return how many rows of a split stand there twice, and how many have another answer than their like."""
+    lines = [f"{counted(repeated, 'repeated row')} in {split}"] if repeated else []
+    if differing:
+        lines.append(f"{counted(differing, 'row')} in {split} with an input that other rows answer differently")
     return lines
 
 

@@ -309,9 +309,8 @@ def _longer_or_lower(config: RunConfig, log: Sequence[Mapping[str, Any]], best_s
 def _other_rate_or_longer(
     config: RunConfig, log: Sequence[Mapping[str, Any]], best_step: int | None, rose: bool = False
 ) -> str:
-    if _was_best_early(log, best_step):
-        return _longer_or_lower(config, log, best_step)
-    return f"another learning rate, such as --lr {_other_rate(config, log, rose):.2g}, or {_longer(config)}"
+    longer = "" if _was_best_early(log, best_step) else f", or {_longer(config)}"
+    return f"another learning rate, such as --lr {_other_rate(config, log, rose):.2g}{longer}"
 
 
 def _longer(config: RunConfig) -> str:
