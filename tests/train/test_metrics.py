@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 from deltune.errors import DeltuneError
 from deltune.train.data.tag_schemes import SCHEMES, recognise_scheme, to_iob2
@@ -506,6 +507,23 @@ def test_texts_are_cut_at_the_positions_of_a_model_whose_tokenizer_names_no_limi
         compute_scores([name], [text, "a dog"], [long, "a cat"], options=options) for text in (long + "and a dog", long)
     )
     assert cut.omitted == {} and cut[name].value == pytest.approx(whole[name].value, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "mpnet", "xlnet"])
+def test_bertscore_cuts_where_positions_end(kind: str, shared: Path, tmp_path: Path) -> None:
+    """Tables of RoBERTa's kind have two rows more than positions; XLNet has no table."""
+    tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "minilm-d128", model_max_length=int(1e30))
+    sizes = {"vocab_size": len(tokenizer), "pad_token_id": 1, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes |= {"n_layer": 2, "n_head": 2, "d_model": 32, "d_inner": 16} if kind == "xlnet" else {
+        "hidden_size": 32, "intermediate_size": 16, "max_position_embeddings": 66,
+    }  # fmt: skip
+    config = AutoConfig.for_model(kind, **sizes)
+    model = AutoModel.from_config(config)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    options = {"bertscore": {"model": str(tmp_path), "layers": 1}}
+    got = compute_scores(["bertscore"], ["a cat " * 100], ["a dog " * 100], options=options)
+    assert got.omitted == {} and 0 < got["bertscore"].value <= 1
 
 
 def test_options_are_checked() -> None:

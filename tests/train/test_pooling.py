@@ -126,6 +126,14 @@ def test_transformers_sees_no_head_in_a_merged_run(kind: str, tmp_path: Path) ->
         assert after[key] == (pytest.approx(before[key], abs=1e-5) if kind == "regression" else before[key])
         assert after["scores"] == (before["scores"] and pytest.approx(before["scores"], abs=1e-5))
     assert load_run(merged).kind.name == kind
-    (merged / "2_Dense" / "labels.json").write_text('{"labels": "yes"}')
-    with pytest.raises(DeltuneError, match=r"labels\.json is not as deltune merge writes it"):
+    head = merged / "2_Dense"
+    for labels in ({"labels": "yes"}, {"labels": ["no", "yes"], "problem_type": "nonsense"}):
+        (head / "labels.json").write_text(json.dumps(labels))
+        with pytest.raises(DeltuneError, match=r"labels\.json is not as deltune merge writes it"):
+            load_run(merged)
+    (head / "labels.json").write_text(json.dumps({"labels": [f"label {i}" for i in range(7)]}))
+    with pytest.raises(DeltuneError, match="is no head over the labels"):
+        load_run(merged)
+    (head / "model.safetensors").unlink()
+    with pytest.raises(DeltuneError, match=r"beside the model\.safetensors"):
         load_run(merged)

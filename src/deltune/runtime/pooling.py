@@ -143,22 +143,22 @@ def linear_head(model: PreTrainedModel, anatomy: Anatomy) -> nn.Linear | None:
     return cast("nn.Linear", modules[0]) if is_linear else None
 
 
-def begin_with_head_of(name: str, model: PreTrainedModel, anatomy: Anatomy, pooling: Pooling) -> None:
+def begin_with_head_of(name: str, model: PreTrainedModel, anatomy: Anatomy, pooling: Pooling) -> bool:
     """Give the delta in use the head that a model of this name ends with as sentence-transformers has it, if it fits.
 
-    Only with the pooling of that folder does such a head say what it was trained to say.
+    Only with the pooling of that folder does such a head say what it was trained to say. Return whether it fits.
     """
     modules, head = sentence_modules(name), linear_head(model, anatomy)
     if modules is None or modules.head is None or modules.pooling != pooling or head is None:
-        return
+        return False
     stored = {key.rpartition(".")[2]: tensor for key, tensor in load_file(modules.head).items()}
     leaves = dict(head.named_parameters())
-    if {leaf: tensor.shape for leaf, tensor in leaves.items()} == {
-        leaf: tensor.shape for leaf, tensor in stored.items()
-    }:
+    shapes, needed = ({leaf: tensor.shape for leaf, tensor in some.items()} for some in (stored, leaves))
+    if shapes == needed:
         with torch.no_grad():
             for leaf, tensor in leaves.items():
                 tensor.copy_(stored[leaf])
+    return shapes == needed
 
 
 def write_sentence_model(

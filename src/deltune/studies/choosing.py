@@ -29,7 +29,7 @@ from optuna.trial import Trial, TrialState
 from scipy.stats import t as student_t
 
 from ..compat import running_trial
-from ..errors import DeltuneError, DivergedError, check_booleans, counted, error_from_problems
+from ..errors import DeltuneError, DivergedError, check_booleans, counted, error_from_problems, excerpt
 from ..files import file_lock, read_json_object, write_json, write_text
 from ..methods.budget import budget_scalars, check_open, solve
 from ..methods.counting import count, format_bytes
@@ -226,6 +226,8 @@ class _Search:
                 "a file of them"
             )
         self.expressions, self.factors = SPACES[space] if isinstance(space, str) else (space, SPACES["all"][1])
+        if wrong := [expression for expression in self.expressions if not isinstance(expression, str)]:
+            raise DeltuneError(f"space={excerpt(wrong)}: expressions are texts, such as 'lora(rank=?)'")
         problems: list[str] = []
         for expression in self.expressions:
             try:
@@ -718,7 +720,7 @@ def _advice(candidates: Sequence[Candidate], finalists: Sequence[Candidate], met
     if decided:
         text += "decided: the winner's interval over the seeds is apart from the other finalist's"
     elif len(finalists) == 1:
-        text += "undecided: no other candidate was trained on all rows"
+        text += "undecided: no other candidate finished its training on all rows"
     elif len(finalists[0].finals) == 1:
         text += "undecided: there was time for one seed alone; what validated better is taken"
     else:

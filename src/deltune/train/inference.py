@@ -29,6 +29,7 @@ from ..errors import (
 from ..files import explain_write_errors, user_path, write_json, write_jsonl
 from ..interop.base import is_foreign, read_options
 from ..models import (
+    HEAD_LABELS,
     HEADS,
     HEADS_WITH_LABELS,
     LANGUAGE_MODEL_HEADS,
@@ -305,8 +306,8 @@ def load_base(
 def attach_trained_head(model: PreTrainedModel, name: str, pooling: str) -> Tuned:
     """Attach a delta that leaves a model's own head as it is and has it read what its files say."""
     handle = attach.attach(model, "head", head="freeze", pooling=pooling)  # type: ignore[arg-type]
-    if pooling != "model":
-        begin_with_head_of(name, model, handle.anatomy, handle.delta().pooling)
+    if pooling != "model" and not begin_with_head_of(name, model, handle.anatomy, handle.delta().pooling):
+        raise DeltuneError(f"the linear of {name} is no head over the labels that stand beside it ({HEAD_LABELS})")
     return handle
 
 

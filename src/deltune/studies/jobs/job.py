@@ -353,7 +353,8 @@ def _trained_run(values: Mapping[str, Any], roots: Roots, runs: Path, model_cach
     spec = RunConfig.from_canonical(values["run"])
     folder = run_folder(runs, spec)
     with file_lock(folder.with_suffix(".lock")):  # another worker may need it too
-        _train(spec, folder, model_cache, roots)
+        if not RunFolder(folder).finished:
+            _train(spec, folder, model_cache, roots)
     return RunFolder(folder)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ...compat import LOADING
+from ...compat import LOADING, of_bert_score
 from ...errors import DeltuneError
+from ...runtime.prompts import position_count
 from .base import CorpusStatistics, Metric, Options, mean_statistics, reduce_references
 from .words import CannotScoreError, refuse_rows
 
@@ -53,8 +54,10 @@ def _refuse_unreadable(tokenizer: Any, references: References, model: str) -> di
 
 
 def _longest(tokenizer: Any, model: Any) -> int:
-    """Return the length in tokens at which a text is cut."""
-    return int(min(tokenizer.model_max_length, model.config.max_position_embeddings))
+    """Return the length in tokens at which a text is cut: at the tokenizer's limit, and where positions end."""
+    tables = [table for name, table in model.named_modules() if name.endswith("position_embeddings")]
+    positions = [position_count(table) for table in tables if hasattr(table, "weight")]
+    return int(min([tokenizer.model_max_length, 1 << 30, *positions]))
 
 
 # BERTScore ---------------------------------------------------------------------------------------------------------
@@ -81,7 +84,8 @@ def _compute_bertscore(predictions: Texts, references: References, options: Opti
     with LOADING:
         scorer = BERTScorer(model_type=model, num_layers=layers, idf=options["idf"], device=_device())
     # bert-score cuts texts at the tokenizer's limit; one that names none has 1e30, which the tokenizer itself refuses.
-    scorer._tokenizer.model_max_length = _longest(scorer._tokenizer, scorer._model)
+    tokenizer, encoder = of_bert_score(scorer)
+    tokenizer.model_max_length = _longest(tokenizer, encoder)
     if options["idf"]:
         scorer.compute_idf(flat_references)
     pairs = list(zip(_repeat_predictions(predictions, references), flat_references, strict=True))
