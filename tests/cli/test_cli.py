@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas
 import pytest
 import torch
 import yaml
@@ -581,14 +584,18 @@ def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> Non
         (tmp_path / f"keys.{suffix}").write_text(text)
     for suffix, kept in (
         ("csv", [{"id": "1", "key": "7", "label": "fruit"}, {"id": "2", "key": "8", "label": "tool"}]),
-        ("jsonl", [{"id": 7, "more": {"a": [1]}}, {"id": 7, "more": None}]),
+        ("jsonl", [{"id": "1", "more": {"a": [1]}}, {"id": "2", "more": None}]),
     ):
         with_keys = deltune("predict", run, "--file", tmp_path / f"keys.{suffix}", "--json")
         answers = ("input", "prediction", "scores")
         assert [{k: v for k, v in row.items() if k not in answers} for row in json.loads(with_keys.out)] == kept
         assert "1 row of the input without text: 2" in with_keys.err and "written with each prediction" in with_keys.err
+    when = {"day": [date(2026, 1, 2)], "at": [datetime(2026, 1, 2, 3)], "share": [math.nan]}
+    pandas.DataFrame({"text": ["a plum"], **when}).to_parquet(tmp_path / "keys.parquet")
+    (dated,) = json.loads(deltune("predict", run, "--file", tmp_path / "keys.parquet", "--json").out)
+    assert (dated["day"], dated["at"], dated["share"]) == ("2026-01-02", "2026-01-02 03:00:00", None)
     clash = deltune("predict", run, "--file", tmp_path / "keys.tsv")
-    assert clash.code == 2 and "keys.tsv has the column prediction, and each row" in clash.err
+    assert clash.code == 0 and "left out, as the result has its own: prediction" in clash.err
     (tmp_path / "empty.txt").write_text("\n")
     assert "empty" in deltune("predict", run, "--file", tmp_path / "empty.txt").err
     for wrong_options in ([], ["--text", "a", "--file", "b"], ["--text", "a", "--pair", "b", "--pair", "c"]):

@@ -73,17 +73,22 @@ def run(
 
     values = {} if config is None else read_values(config)
     named_model = {} if model is None else {"model": model}
+    options_given = _without_null(options)
+    by_dotted_name = _without_null(split_settings(settings or [], "limits.timeout=60"))
     if model is not None and any(
         isfile(join(model, name)) for name in ("spec.yaml", "delta.json", "adapter_config.json")
     ):
         from ..serve.loading import base_of_delta
 
-        base = base_of_delta(model)
-        if options.get("deltas"):
-            raise DeltuneError(f"{model} is a delta; with --deltas give its model: deltune serve {base} --deltas DIR")
+        others = ServeConfig.from_values({"model": model}, values, options_given, by_dotted_name)
+        base = base_of_delta(model) if others.model.name == model else others.model.name
+        if others.deltas.folder is not None:
+            raise DeltuneError(
+                f"{model} is a delta, and the deltas of {others.deltas.folder} are to be served: give their model in "
+                f"its place (deltune serve {base} …)"
+            )
         named_model = {"model": base, "deltas": model}
-    by_dotted_name = split_settings(settings or [], "limits.timeout=60")
-    resolved = ServeConfig.from_values(values, _without_null(options), _without_null(by_dotted_name), named_model)
+    resolved = ServeConfig.from_values(values, options_given, by_dotted_name, named_model)
     if imports and resolved.ray.ray:
         raise DeltuneError("--import does not reach the replicas that --ray starts: serve such deltas without --ray")
     if print_config:

@@ -265,7 +265,7 @@ def load_run(
         kinds = word_list([f"{name} for {folder.data.kind}" for name, folder in runs.items()])
         raise DeltuneError(
             f"one call answers one kind of task, and here is {kinds}: make a call for each kind, or serve the folders "
-            "together (deltune serve BASE --deltas DIR), where each request names its delta, of any kind"
+            "together (deltune serve BASE --deltas DIR), where each request names its delta, a classifier or a tagger"
         )
     config = first.config
     labels_of = {name: folder.labels for name, folder in runs.items()}
@@ -562,7 +562,9 @@ def generate(
     if not prompts:
         raise DeltuneError("no prompts are given")
     if inputs and len(inputs) != len(prompts):
-        raise DeltuneError(f"{counted(len(inputs), 'input')} for {counted(len(prompts), 'prompt')}: give one for each")
+        raise DeltuneError(
+            f"{counted(len(inputs), 'input')} for {counted(len(prompts), 'prompt')}: give one for each, '' for none"
+        )
     loaded, model, tokenizer = open_language_model(source, base)
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
         raise DeltuneError(f"{source} answers {loaded.kind.name} by a head and generates no text: deltune predict")
@@ -925,7 +927,7 @@ def export_run(
     handle, tokenizer = _load_to_write(opened, pooling)
     target = attach.export(handle.model, user_path(output, "output"), format, pooling=pooling)
     named = str(read_options(target).get("base_model_name_or_path") or "")
-    if Path(named).is_dir():
+    if named and Path(named).is_dir():
         logger.info(
             "the adapter names its base model as %s, a folder of this machine: others put their own path or a hub id "
             "there (base_model_name_or_path in adapter_config.json)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -125,22 +126,18 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
     if missing:
         raise DeltuneError(f"{' '.join(missing)} The run reads these names: rename the columns of the file")
     read = word_list([f"{column} ({role})" for role, column in columns.items()])
-    others = [c for c in table.columns if c not in columns.values()]
-    listed = first_names([c for c in others if c != "id"], 5)
-    fate = "left out, as a row of the result is a sentence" if "sentence" in columns else "written with each prediction"
-    logger.info("%s: columns that are read: %s%s", path.name, read, f"; {fate}: {listed}" if listed else "")
+    unread = [c for c in table.columns if c not in ("id", *columns.values())]
+    others = [] if "sentence" in columns else [c for c in unread if c not in ANSWER_FIELDS]
+    written = f"; written with each prediction: {first_names(others, 5)}" if others else ""
+    if left := [c for c in unread if c not in others]:
+        why = "a row of the result is a sentence" if "sentence" in columns else "the result has its own"
+        written += f"; left out, as {why}: {first_names(left, 5)}"
+    logger.info("%s: columns that are read: %s%s", path.name, read, written)
     if "sentence" in columns:
-        others = []
         problems: list[str] = []
         table, columns = join_words(table, columns, problems), {"tokens": "tokens"}
         if problems:
             raise error_from_problems(str(path), problems)
-    if taken := [c for c in ANSWER_FIELDS if c in others]:
-        raise DeltuneError(
-            f"{path.name} has the column{'s' if taken[1:] else ''} {', '.join(taken)}, and each row of the result has "
-            f"what is predicted under the names {', '.join(ANSWER_FIELDS)} beside the columns of its row: rename them "
-            "in the file"
-        )
     inputs = []
     for name, (line, row) in zip(table.row_ids(), table.rows, strict=True):
         value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns), run_dir)
@@ -149,8 +146,17 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
                 raise DeltuneError(
                     f"{table.location(line)}: column {column!r} must be {TYPE_DESCRIPTIONS[INPUT_TYPES[role]]}"
                 )
-        inputs.append({"id": name, "input": value} | {column: row[column] for column in others if column in row})
+        kept = {column: _plain(row[column]) for column in others if column in row}
+        inputs.append({"id": name, "input": value, **kept})
     return inputs
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a table as JSON has it: a date as text, None for what is no number."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    is_date = isinstance(value, dict) and len(value) == 1 and value.keys() <= {"date", "datetime", "time"}
+    return next(iter(value.values())) if is_date else value
 
 
 def _inputs_from_lines(path: Path) -> list[dict[str, Any]]:
