@@ -275,8 +275,12 @@ def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_
     (tmp_path / "begun").mkdir()
     (tmp_path / "begun" / "spec.yaml").write_text("model: minilm\n")
     one = next(deltas.iterdir())
-    with pytest.raises(DeltuneError, match=r"with --deltas give its model: deltune serve .* --deltas DIR"):
-        run(one, "--deltas", deltas)
+    (tmp_path / "serve.yaml").write_text(f"deltas:\n  folder: {deltas}\n")
+    for source in (("--deltas", deltas), ("--set", f"deltas.folder={deltas}"), ("--config", tmp_path / "serve.yaml")):
+        with pytest.raises(DeltuneError, match=r"are to be served: give their model in its place \(deltune serve "):
+            run(one, *source)
+    with pytest.raises(DeltuneError, match="unknown model 'base-elsewhere'"):
+        run(one, "--set", "model.name=base-elsewhere", "--port", 0)
     for arguments, words in (
         (("--deltas", tmp_path / "none"), "there is no folder"),
         (("--deltas", tmp_path / "begun"), "is not finished; its delta may change"),

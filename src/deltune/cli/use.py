@@ -216,10 +216,7 @@ def generate(
     prompt: Annotated[list[str], typer.Option(help="The beginning of the text, or what is answered; repeatable.")],
     more: Annotated[
         list[str] | None,
-        typer.Option(
-            "--input",
-            help="What a prompt is about, as the column input of Alpaca: one for each, in order, '' for none.",
-        ),
+        typer.Option("--input", help="What a prompt is about, as Alpaca's input: one for each, '' for none."),
     ] = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,
