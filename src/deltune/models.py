@@ -182,10 +182,14 @@ def why_not_on_hub(name: str, repo_type: str = "model") -> str:
     return ""
 
 
+OF_ONE_DELTA = ("delta.json", "spec.yaml", "adapter_config.json")
+"""Files that are in the folder of a delta, of a run, and of an adapter of PEFT or AdapterHub."""
+
+
 def folders_beside(path: Path) -> list[str]:
     """Return the folders beside a path that hold a model, a run, a delta or an adapter, sorted."""
-    files = ("config.json", "spec.yaml", "delta.json", "adapter_config.json")
-    return sorted({str(file.parent) for name in files for file in path.parent.glob(f"*/{name}")})
+    names = ("config.json", *OF_ONE_DELTA)
+    return sorted({str(file.parent) for name in names for file in path.parent.glob(f"*/{name}")})
 
 
 def locate_model(name: str) -> ModelSource:

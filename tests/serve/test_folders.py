@@ -54,7 +54,12 @@ def test_a_delta_is_served_alone(tmp_path: Path) -> None:
         corrupted(root / "d2")
         (info,) = server.refresh()
         assert info.error and info.loaded
-        shutil.rmtree(root / "d2")
+    with Server(of.model(), deltas=root) as server:
+        shutil.copy(root / "d1" / "delta.json", root)  # which does not make it the folder of one
+        server.refresh()
+        assert {one.name for one in server.deltas()} == {"d1", "d2"}
+    with Server(of.model(), deltas=root / "d1") as server:
+        shutil.rmtree(root / "d1")
         with pytest.raises(DeltuneError):
             server.refresh()
 

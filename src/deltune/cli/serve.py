@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from functools import cache
-from os.path import isfile, join
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,15 +68,14 @@ def run(
     """Serve as a file and options say."""
     check_extra("serve", "deltune serve needs")
     from ..config import read_values
+    from ..models import OF_ONE_DELTA
     from ..serve.config import SECTIONS, ServeConfig
 
     values = {} if config is None else read_values(config)
     named_model = {} if model is None else {"model": model}
     options_given = _without_null(options)
     by_dotted_name = _without_null(split_settings(settings or [], "limits.timeout=60"))
-    if model is not None and any(
-        isfile(join(model, name)) for name in ("spec.yaml", "delta.json", "adapter_config.json")
-    ):
+    if model is not None and any((Path(model) / name).is_file() for name in OF_ONE_DELTA):
         from ..serve.loading import base_of_delta
 
         others = ServeConfig.from_values({"model": model}, values, options_given, by_dotted_name)

@@ -58,10 +58,9 @@ def deltas_folder(config: ServeConfig) -> Path | None:
             f"there is no folder {folder}; --deltas is the folder of a delta or a run, or of such folders"
         )
     if folder is not None:
-        from .engine.folders import check_delta_name, is_delta, locate_delta
+        from .engine.folders import DeltasFolder, locate_delta
 
-        if is_delta(folder):  # clients ask for it by this name
-            check_delta_name(folder.name)
+        if DeltasFolder.at(folder).is_one:
             locate_delta(folder)
     return folder
 

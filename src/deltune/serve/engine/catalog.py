@@ -14,7 +14,7 @@ from ...errors import DeltuneError, counted, error_summary, unknown_name
 from ...files import user_path
 from ..errors import UnknownDelta, refusal
 from .backbone import LoadedDelta
-from .folders import FolderFacts, Signature, folder_of_delta, read_facts, scan, signature
+from .folders import DeltasFolder, FolderFacts, Signature, read_facts, signature
 from .jobs import Job
 from .requests import DeltaInfo
 
@@ -87,7 +87,7 @@ class Catalog:
 
     def __init__(
         self,
-        root: Path | None,
+        root: DeltasFolder | None,
         attached: dict[str, LoadedDelta],
         check: Callable[[FolderFacts, Path], None],
         lock: threading.RLock,
@@ -140,14 +140,14 @@ class Catalog:
         """Return the folder that a delta is to be loaded from."""
         if folder is not None:
             where = user_path(folder, "folder")
-            listed = None if self.root is None else folder_of_delta(self.root, name)
+            listed = None if self.root is None else self.root.locate(name)
             return listed if listed is not None and listed.resolve() == where.resolve() else where
         known = self.entries.get(name) or self._gone.get(name)
         if known is not None and known.folder is not None:
             return known.folder
         if self.root is None:
             raise UnknownDelta(f"delta {name!r} is not known, and this server has no folder of deltas: give its folder")
-        if name not in (folders := scan(self.root).deltas):
+        if name not in (folders := self.root.scan().deltas):
             raise UnknownDelta(unknown_name("delta", name, folders))
         return folders[name]
 
@@ -155,7 +155,7 @@ class Catalog:
         """Look at the directory again, and read the facts about new folders and about changed ones."""
         assert self.root is not None
         listed = [entry for entry in self.entries.values() if entry.listed]  # before the scan: others are newer than it
-        listing = scan(self.root)
+        listing = self.root.scan()
         folders = listing.deltas
         self._note_ignored(listing.ignored)
         changed: list[Entry] = []
@@ -213,7 +213,8 @@ class Catalog:
         if new:
             reasons = "; ".join(error_summary(ignored[name]) for name in new[:NAMED_FOLDERS])
             more = "; …" if len(new) > NAMED_FOLDERS else ""
-            logger.warning("%s without a delta in %s: %s%s", counted(len(new), "folder"), self.root, reasons, more)
+            where = self.root and self.root.path
+            logger.warning("%s without a delta in %s: %s%s", counted(len(new), "folder"), where, reasons, more)
 
     def ignored_folders(self) -> dict[str, str]:
         """Return the folders in the directory that held no delta when it was last looked at, and why."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from ...errors import DeltuneError, error_summary, excerpt
 from ...interop.base import is_foreign, read_options
 from ...interop.foreign import foreign_model_kind
-from ...models import HEADS, head_of_class_name
+from ...models import HEADS, OF_ONE_DELTA, head_of_class_name
 from ...runtime.delta_schema import BaseFacts, TrainedFacts, read_metadata_file
 from ...runtime.hub import FILES
 from ...runtime.serialization import FACTS, delta_folder
@@ -58,18 +58,9 @@ class FolderFacts:
         return tasks if self.has_head or self.head not in ("classification", "tagging") else ("embed",)
 
 
-OF_ONE_DELTA = ("delta.json", "spec.yaml", "adapter_config.json")
-"""Files that are in the folder of a delta, of a run, and of an adapter of PEFT or AdapterHub."""
-
-
 def is_delta(folder: Path) -> bool:
     """Return whether a folder is that of one delta or run, and no folder of such folders."""
     return any((folder / name).is_file() for name in OF_ONE_DELTA)
-
-
-def folder_of_delta(root: Path, name: str) -> Path:
-    """Return where a folder of deltas has one by its name: below it, or the folder itself where it is a delta."""
-    return root if root.name == name and is_delta(root) else root / name
 
 
 def locate_delta(folder: Path) -> Path:
@@ -166,17 +157,39 @@ class FolderScan:
     ignored: dict[str, str]  # by name, why the other folders hold none
 
 
-def scan(root: Path) -> FolderScan:
-    try:
-        with os.scandir(root) as entries:
-            names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
-    except OSError as error:
-        raise DeltuneError(f"the folder of deltas {root} cannot be read: {error_summary(error)}") from error
-    if is_delta(root):
-        return FolderScan({root.name: root}, {})
-    deltas = {name: root / name for name in names if _NAME.fullmatch(name) and signature(root / name)}
-    ignored = {name: _why_ignored(root / name) for name in names if name not in deltas}
-    return FolderScan(deltas, {_printable(name): _printable(reason) for name, reason in ignored.items()})
+@dataclass(frozen=True)
+class DeltasFolder:
+    """Where a server takes its deltas from: a folder with a folder for each, or that of one delta or run."""
+
+    path: Path
+    is_one: bool  # as it was when the server began, whatever is put there later
+
+    @classmethod
+    def at(cls, path: Path) -> DeltasFolder:
+        """Look at a folder that is to be served."""
+        folder = cls(path, is_delta(path))
+        if folder.is_one:  # clients ask for it by this name
+            check_delta_name(path.name)
+        folder.scan()
+        return folder
+
+    def locate(self, name: str) -> Path:
+        """Return where a delta of this name is, or would be."""
+        return self.path if self.is_one and self.path.name == name else self.path / name
+
+    def scan(self) -> FolderScan:
+        """Return what is there now."""
+        try:
+            with os.scandir(self.path) as entries:
+                names = sorted(entry.name for entry in entries if not entry.name.startswith(".") and entry.is_dir())
+        except OSError as error:
+            raise DeltuneError(f"the folder of deltas {self.path} cannot be read: {error_summary(error)}") from error
+        if self.is_one:
+            return FolderScan({self.path.name: self.path}, {})
+        folders = {name: self.path / name for name in names}
+        deltas = {name: folder for name, folder in folders.items() if _NAME.fullmatch(name) and signature(folder)}
+        ignored = {name: _why_ignored(folder) for name, folder in folders.items() if name not in deltas}
+        return FolderScan(deltas, {_printable(name): _printable(reason) for name, reason in ignored.items()})
 
 
 def _printable(text: str) -> str:

@@ -21,7 +21,7 @@ from ...errors import DeltuneError, error_summary
 from ..errors import EngineClosed, NameTaken, RequestTimeout, UnknownDelta, refusal
 from .backbone import Backbones, LoadedDelta, PreparedDelta
 from .catalog import Catalog, Entry, State
-from .folders import Signature, check_delta_name, folder_of_delta, read_facts, signature
+from .folders import Signature, check_delta_name, read_facts, signature
 from .jobs import Job
 from .queue import FairShare
 from .requests import DeltaInfo
@@ -125,7 +125,7 @@ class Lifecycle:
     def _check_name(self, name: str, folder: Path) -> None:
         """Refuse a further name that is no folder's of the directory if there are enough of them."""
         root = self.catalog.root
-        is_new = self.catalog.get(name) is None and (root is None or folder != folder_of_delta(root, name))
+        is_new = self.catalog.get(name) is None and (root is None or folder != root.locate(name))
         if is_new and self.max_names is not None and self.catalog.names_beside_folders() >= self.max_names:
             raise DeltuneError(
                 f"{self.max_names:,} deltas have another name than their folder already, which is the most that this "
@@ -331,7 +331,7 @@ class Lifecycle:
             entry.current, entry.folder, entry.requested = loaded, arrival.folder, entry.requested or arrival.requested
             entry.state = State.SERVING
             self._active.add(entry)
-            entry.listed = root is not None and arrival.folder == folder_of_delta(root, entry.name)
+            entry.listed = root is not None and arrival.folder == root.locate(entry.name)
             entry.facts, entry.seen, entry.error, entry.refused = prepared.facts, arrival.seen, "", ()
             if self.catalog.get(entry.name) is not entry:
                 self.catalog.put(entry)

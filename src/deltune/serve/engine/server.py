@@ -41,7 +41,7 @@ from ..errors import UNANSWERED, EngineClosed, InvalidRequest, RequestTimeout, U
 from .backbone import Backbones, LoadedDelta
 from .catalog import Catalog, Entry, State
 from .encoding import BatchLimits, EncodingLane
-from .folders import HEAD_TASKS, folder_of_delta, scan
+from .folders import HEAD_TASKS, DeltasFolder
 from .generation import EngineContext, GenerationLane
 from .grammar import Grammars
 from .jobs import (
@@ -149,8 +149,8 @@ class Server:
             prompt_cache=prompt_cache,
         )  # fmt: skip
         self.root = None if deltas is None else user_path(deltas, "deltas").absolute()
-        if self.root is not None:
-            scan(self.root)  # a folder that cannot be read is reported before anything is loaded or changed
+        # A folder that cannot be read is reported before anything is loaded or changed.
+        folder = None if self.root is None else DeltasFolder.at(self.root)
         if isinstance(model, str | Path):
             model, loaded_tokenizer = load_with_tokenizer(str(model))
             tokenizer = loaded_tokenizer if tokenizer is None else tokenizer
@@ -181,7 +181,7 @@ class Server:
         self._lock = threading.RLock()
         self._wake = threading.Condition(self._lock)
         attached = {loaded.name: loaded for loaded in first.attached_before() if loaded.name is not None}
-        self._catalog = Catalog(self.root, attached, self._backbones.check, self._lock)
+        self._catalog = Catalog(folder, attached, self._backbones.check, self._lock)
         self._lifecycle = Lifecycle(
             self._catalog, self._backbones, max_loaded, max_loaded_bytes, max_names, wake=self._wake, place=self._place,
             finish=self._finish, before_detach=self._before_detach,
@@ -429,9 +429,8 @@ class Server:
         Raises:
             UnknownDelta: There is no such delta.
         """
-        stays = (
-            self.root is not None and folder_of_delta(self.root, name).is_dir()
-        )  # in this thread, since the disk may be slow
+        folder = self._catalog.root  # looked at in this thread, since the disk may be slow
+        stays = folder is not None and folder.locate(name).is_dir()
         reason = f"delta {name!r} was unloaded before it answered"
         self._call(lambda: self._forget(self._catalog.remove(name, stays), reason))
 
