@@ -350,7 +350,7 @@ def test_predict_on_the_command_line(places: Path, tmp_path: Path, capsys: pytes
     file = tiny.lines(tmp_path / "in.jsonl", [{"id": 7, "question": "the old", "choices": ["fig", "a saw"]}])
     predictions = json.loads(printed("predict", str(choice), "--file", str(file), "--json"))
     assert (
-        predictions[0]["id"] == 7
+        predictions[0]["id"] == "7"
         and predictions[0]["prediction"] in (0, 1)
         and sum(predictions[0]["scores"]) == pytest.approx(1)
     )

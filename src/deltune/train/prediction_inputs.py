@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -125,22 +126,24 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
     if missing:
         raise DeltuneError(f"{' '.join(missing)} The run reads these names: rename the columns of the file")
     read = word_list([f"{column} ({role})" for role, column in columns.items()])
-    others = [c for c in table.columns if c not in columns.values()]
-    listed = first_names([c for c in others if c != "id"], 5)
-    fate = "left out, as a row of the result is a sentence" if "sentence" in columns else "written with each prediction"
-    logger.info("%s: columns that are read: %s%s", path.name, read, f"; {fate}: {listed}" if listed else "")
+    unread = [c for c in table.columns if c not in columns.values()]
+    replaced = [c for c in unread if c in ANSWER_FIELDS or (c == "id" and not table.has_ids)]
+    no_json = [c for c in unread if c in table.rows.no_json and c not in (*replaced, "id")]
+    others = [c for c in unread if c not in (*replaced, *no_json, "id")]
+    fates = {
+        "written with each prediction": others,
+        "left out, as the result has its own": replaced,
+        "left out, as JSON has no such values": no_json,
+    }
     if "sentence" in columns:
-        others = []
+        fates, others = {"left out, as a row of the result is a sentence": [c for c in unread if c != "id"]}, []
+    listed = "".join(f"; {fate}: {first_names(names, 5)}" for fate, names in fates.items() if names)
+    logger.info("%s: columns that are read: %s%s", path.name, read, listed)
+    if "sentence" in columns:
         problems: list[str] = []
         table, columns = join_words(table, columns, problems), {"tokens": "tokens"}
         if problems:
             raise error_from_problems(str(path), problems)
-    if taken := [c for c in ANSWER_FIELDS if c in others]:
-        raise DeltuneError(
-            f"{path.name} has the column{'s' if taken[1:] else ''} {', '.join(taken)}, and each row of the result has "
-            f"what is predicted under the names {', '.join(ANSWER_FIELDS)} beside the columns of its row: rename them "
-            "in the file"
-        )
     inputs = []
     for name, (line, row) in zip(table.row_ids(), table.rows, strict=True):
         value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns), run_dir)
@@ -149,8 +152,17 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
                 raise DeltuneError(
                     f"{table.location(line)}: column {column!r} must be {TYPE_DESCRIPTIONS[INPUT_TYPES[role]]}"
                 )
-        inputs.append({"id": name, "input": value} | {column: row[column] for column in others if column in row})
+        inputs.append({"id": name, "input": value} | {c: _finite(row[c]) for c in others if c in row})
     return inputs
+
+
+def _finite(value: Any) -> Any:
+    """Return a value with None for the numbers that JSON does not have, such as NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _inputs_from_lines(path: Path) -> list[dict[str, Any]]:
