@@ -238,6 +238,10 @@ ALPACA = {
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         "### Instruction:\nSay yes.\n\n### Response:"
     ),
+    ("", "yes"): (
+        "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
+        "response that appropriately completes the request.\n\n### Instruction:\n\n\n### Input:\nyes\n\n### Response:"
+    ),
     ("Say <|end|>.", "<|im_end|>\nyes"): (
         "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
         "response that appropriately completes the request.\n\n### Instruction:\nSay <|end|>.\n\n### Input:\n"
@@ -259,6 +263,23 @@ def test_alpaca_has_the_official_prompts(row: tuple[str, str], tmp_path: Path) -
     answer = [id for id, is_trained in zip(seen.ids, seen.trained, strict=True) if is_trained]
     assert seen.ids[: len(prompt)] == prompt and seen.ids[len(prompt) :][: len(answer)] == answer
     assert tokenizer.decode(answer) == "oui<|end|>"
+
+
+def test_alpaca_says_what_its_last_question_has(tmp_path: Path) -> None:
+    """Behind a history too; an input of a message that is no text is none of its."""
+    tokenizer = with_chat_template(byte_tokenizer(eos_token="<|end|>"), "alpaca")
+    history = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]
+    for last, paired in ((question("Say it.", "yes"), True), (question("Say it."), False)):
+        text = tokenizer.decode(chat_prompt(tokenizer, [*history, last]))
+        assert (", paired with an input" in text) == ("### Input:\nyes" in text) == paired
+    for other in ({"a": 1}, [1], 7, ""):
+        message = {"role": "user", "content": "Say <|end|>.", "input": other}
+        assert tokenizer.decode(chat_prompt(tokenizer, [message])) == ALPACA["Say yes.", ""].replace("yes", "<|end|>")
+        rows = [{"messages": [message, {"role": "assistant", "content": "oui"}]}]
+        data = load_data(str(tiny.lines(tmp_path / "rows.jsonl", rows))).splits["train"]
+        conversations = Conversations(tokenizer)
+        assert [*conversations.tokenize(data["conversation"], data["place"], [])]
+        assert not conversations.counts["dropped"]
 
 
 def test_other_templates_have_the_input_behind_the_instruction() -> None:

@@ -137,9 +137,15 @@ def chat_prompt(
 
 def question(instruction: str, more: str = "") -> dict[str, str]:
     """Return a message of a user, of an instruction and what it is about, which some templates keep apart as input."""
-    if not (instruction and more):
-        return {"role": "user", "content": instruction or more}
-    return {"role": "user", "content": f"{instruction}\n{more}", "input": more}
+    if not more:
+        return {"role": "user", "content": instruction}
+    return {"role": "user", "content": f"{instruction}\n{more}" if instruction else more, "input": more}
+
+
+def input_of(message: Mapping[str, Any]) -> str:
+    """Return what a message names as its input, "" where that is no text."""
+    more = message.get("input")
+    return more if isinstance(more, str) else ""
 
 
 def has_control_tokens(names: Iterable[str], text: str) -> bool:
@@ -166,7 +172,7 @@ def break_control_tokens(
         return pattern.sub(lambda m: m[0][0] + sentinel + m[0][1:], text)
 
     broken = [
-        {**one, **{name: broken_text(str(one[name])) for name in ("content", "input") if name in one}}
+        {**one, **{name: broken_text(str(one[name])) for name in ("content", *(["input"] if input_of(one) else []))}}
         if breaks
         else one
         for one, breaks in zip(messages, is_broken, strict=True)
@@ -205,12 +211,16 @@ NAMED_TEMPLATES = {
         "{% endfor %}{% if add_generation_prompt %}Assistant:{{ '\n' }}{% endif %}"
     ),
     "alpaca": NamedTemplate(  # Stanford's two prompts, with and without an input
+        "{% set inputs = messages | selectattr('role', 'equalto', 'user') | map(attribute='input') | list %}"
         "{{ bos_token }}{% if messages[0]['role'] != 'system' %}Below is an instruction that describes a task"
-        "{% if messages[0]['input'] %}, paired with an input that provides further context{% endif %}. "
-        "Write a response that appropriately completes the request.\n\n{% endif %}{% for message in messages %}"
+        "{% if inputs and inputs[-1] is string and inputs[-1] %}, paired with an input that provides further context"
+        "{% endif %}. Write a response that appropriately completes the request.\n\n{% endif %}"
+        "{% for message in messages %}"
         "{% if message['role'] == 'assistant' %}### Response:{{ message['content'] }}{{ eos_token }}"
-        "{% elif message['role'] != 'user' %}{{ message['content'] }}{% elif message['input'] %}### Instruction:\n"
-        "{{ message['content'].removesuffix('\n' + message['input']) }}\n\n### Input:\n{{ message['input'] }}"
+        "{% elif message['role'] != 'user' %}{{ message['content'] }}"
+        "{% elif message['input'] is string and message['input'] %}### Instruction:\n"
+        "{{ ('\n' + message['content']).removesuffix('\n' + message['input']).removeprefix('\n') }}"
+        "\n\n### Input:\n{{ message['input'] }}"
         "{% else %}### Instruction:\n{{ message['content'] }}{% endif %}{{ '\n\n' }}{% endfor %}"
         "{% if add_generation_prompt %}### Response:{% endif %}"
     ),

@@ -577,25 +577,22 @@ def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> Non
         wrong = deltune("predict", run, "--file", tmp_path / file)
         assert wrong.code == 2 and match in wrong.err
     for suffix, text in (
-        ("csv", "key,text,label\n7,a plum,fruit\n8,,tool\n"),
+        ("csv", "id,text,label\nk1,a plum,fruit\nk2,,tool\n"),
         ("jsonl", '{"id": 7, "text": "a plum", "more": {"a": [1]}}\n{"id": 7, "text": " ", "more": null}\n'),
-        ("tsv", "prediction\ttext\n7\ta plum\n"),
+        ("tsv", "prediction\ttext\tkey\n7\ta plum\t3\n8\t\t4\n"),
     ):
         (tmp_path / f"keys.{suffix}").write_text(text)
-    for suffix, kept in (
-        ("csv", [{"id": "1", "key": "7", "label": "fruit"}, {"id": "2", "key": "8", "label": "tool"}]),
-        ("jsonl", [{"id": "1", "more": {"a": [1]}}, {"id": "2", "more": None}]),
+    for suffix, kept, replaced in (
+        ("csv", [{"id": "k1", "label": "fruit"}, {"id": "k2", "label": "tool"}], ""),
+        ("jsonl", [{"id": "1", "more": {"a": [1]}}, {"id": "2", "more": None}], "id"),
+        ("tsv", [{"id": "1", "key": "3"}, {"id": "2", "key": "4"}], "prediction"),
     ):
         with_keys = deltune("predict", run, "--file", tmp_path / f"keys.{suffix}", "--json")
         answers = ("input", "prediction", "scores")
         assert [{k: v for k, v in row.items() if k not in answers} for row in json.loads(with_keys.out)] == kept
-        assert "1 row of the input without text: 2" in with_keys.err and "written with each prediction" in with_keys.err
-    when = {"day": [date(2026, 1, 2)], "at": [datetime(2026, 1, 2, 3)], "share": [math.nan]}
-    pandas.DataFrame({"text": ["a plum"], **when}).to_parquet(tmp_path / "keys.parquet")
-    (dated,) = json.loads(deltune("predict", run, "--file", tmp_path / "keys.parquet", "--json").out)
-    assert (dated["day"], dated["at"], dated["share"]) == ("2026-01-02", "2026-01-02 03:00:00", None)
-    clash = deltune("predict", run, "--file", tmp_path / "keys.tsv")
-    assert clash.code == 0 and "left out, as the result has its own: prediction" in clash.err
+        assert f"1 row of the input without text: {kept[1]['id']}" in with_keys.err
+        assert "written with each prediction" in with_keys.err
+        assert with_keys.err.partition("left out, as the result has its own: ")[2].partition("\n")[0] == replaced
     (tmp_path / "empty.txt").write_text("\n")
     assert "empty" in deltune("predict", run, "--file", tmp_path / "empty.txt").err
     for wrong_options in ([], ["--text", "a", "--file", "b"], ["--text", "a", "--pair", "b", "--pair", "c"]):
@@ -724,6 +721,10 @@ def test_export_and_import(deltune: Command, root: Path, tmp_path: Path) -> None
     assert result.code == 0 and "written for peft" in result.out, result.err
     assert names(tmp_path / "peft") == {"adapter_config.json", "adapter_model.safetensors"}
     assert f"its base model as {root / 'model'}, a folder of this machine" in result.err
+    result = deltune("export", run, "--output", tmp_path / "hubs", "--format", "adapterhub")
+    options_written = json.loads((tmp_path / "hubs" / "adapter_config.json").read_text())
+    assert result.code == 0 and "base_model_name_or_path" not in options_written, result.err
+    assert "a folder of this machine" not in result.err
     for folder in (run, run / "delta", tmp_path / "peft"):
         config = yaml.safe_load(deltune("serve", folder, "--print-config").out)
         assert (config["model"]["name"], config["deltas"]["folder"]) == (str(root / "model"), str(folder))

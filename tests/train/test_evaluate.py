@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
 import io
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pandas
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 import tiny
 from deltune.errors import DeltuneError
 from deltune.train import prediction_inputs
 from deltune.train.config import RunConfig
-from deltune.train.inference import evaluate, evaluate_model, load_run, merge_run, predict, rescore
+from deltune.train.inference import evaluate, evaluate_model, load_run, merge_run, predict, predict_rows, rescore
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
 
@@ -212,6 +216,48 @@ def test_a_row_has_the_same_number_everywhere(suffix: str, run: RunFolder, tmp_p
     predicted = prediction_inputs.inputs_from_file(file, run.folder)
     assert [row["id"] for row in predicted] == ["1", "2"]
     assert [row["id"] for row in tiny.objects(tmp_path / "scored" / "test.jsonl")] == ["test-1", "test-2"]
+
+
+def test_rows_of_parquet_are_written_as_json_has_them(
+    run: RunFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dates as texts, numbers that are none as null; bytes, which have no form, are left out and named."""
+    day = datetime.datetime(2024, 2, 3, 4, 5, 6)
+    rows = [
+        {"text": "a fig", "at": day, "day": day.date(), "score": math.nan, "in": [math.inf, 1.5], "raw": b"x",
+         "image": {"bytes": b"x", "path": "a"}, "took": datetime.timedelta(1), "mine": {"bytes": "x"}},
+        {"text": "a saw", "at": None, "day": None, "score": 2.0, "in": [], "raw": None, "image": None, "took": None,
+         "mine": None},
+    ]  # fmt: skip
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with caplog.at_level("INFO", "deltune"):
+        inputs = prediction_inputs.inputs_from_file(tmp_path / "rows.parquet", run.folder)
+    assert inputs == [
+        {"id": "1", "input": {"text": "a fig"}, "at": "2024-02-03T04:05:06", "day": "2024-02-03", "score": None,
+         "in": [None, 1.5], "mine": {"bytes": "x"}},
+        {"id": "2", "input": {"text": "a saw"}, "at": None, "day": None, "score": 2.0, "in": [], "mine": None},
+    ]  # fmt: skip
+    assert "left out, as JSON has no such values: raw, image, took" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ([None, 4, ...], ["1", "2", "3"]),
+        ([None, 4, 5], ["None", "4", "5"]),
+        ([7, 8, "9"], ["7", "8", "9"]),
+        ([7, 7, 8], ["1", "2", "3"]),
+    ],
+)
+def test_rows_have_the_same_ids_as_those_of_a_run(
+    ids: list[Any], expected: list[str], run: RunFolder, tmp_path: Path
+) -> None:
+    rows = [{"text": "a fig", "label": "fruit", **({} if name is ... else {"id": name})} for name in ids]
+    file = tiny.lines(tmp_path / "rows.jsonl", rows)
+    written = [row["id"] for row in predict_rows(run.folder, prediction_inputs.inputs_from_file(file, run.folder))]
+    evaluate(run.folder, str(file), output=tmp_path / "scored")
+    scored = [row["id"] for row in tiny.objects(tmp_path / "scored" / "test.jsonl")]
+    assert written == expected and [name.removeprefix("test-") for name in scored] == expected
 
 
 def test_what_cannot_be_merged(pairs: RunFolder, tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def generate(
     prompt: Annotated[list[str], typer.Option(help="The beginning of the text, or what is answered; repeatable.")],
     more: Annotated[
         list[str] | None,
-        typer.Option("--input", help="What a prompt is about, as Alpaca's input: one for each, '' for none."),
+        typer.Option("--input", help='The column input of Alpaca: one for each --prompt, in order; "" for none.'),
     ] = None,
     max_tokens: MaxTokens = 64,
     temperature: Temperature = 0.0,

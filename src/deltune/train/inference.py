@@ -264,8 +264,8 @@ def load_run(
     if len({folder.data.kind for folder in runs.values()}) > 1:
         kinds = word_list([f"{name} for {folder.data.kind}" for name, folder in runs.items()])
         raise DeltuneError(
-            f"one call answers one kind of task, and here is {kinds}: make a call for each kind, or serve the folders "
-            "together (deltune serve BASE --deltas DIR), where each request names its delta, a classifier or a tagger"
+            f"one call answers one kind of task, and here is {kinds}: make a call for each kind, or serve classifiers "
+            "and taggers together (deltune serve BASE --deltas DIR), where each request names its delta"
         )
     config = first.config
     labels_of = {name: folder.labels for name, folder in runs.items()}
@@ -563,7 +563,8 @@ def generate(
         raise DeltuneError("no prompts are given")
     if inputs and len(inputs) != len(prompts):
         raise DeltuneError(
-            f"{counted(len(inputs), 'input')} for {counted(len(prompts), 'prompt')}: give one for each, '' for none"
+            f"{counted(len(inputs), 'input')} for {counted(len(prompts), 'prompt')}: give one for each, in order, "
+            '"" for none (--input "")'
         )
     loaded, model, tokenizer = open_language_model(source, base)
     if loaded is not None and loaded.kind.head not in LANGUAGE_MODEL_HEADS:
@@ -756,7 +757,13 @@ def predict(
     Raises:
         DeltuneError: There are no texts, an input is of another kind, or a name is no run's.
     """
-    loaded = run if isinstance(run, LoadedRun) else load_run(run)
+    return _predict(run if isinstance(run, LoadedRun) else load_run(run), texts, rows)
+
+
+def _predict(
+    loaded: LoadedRun, texts: Sequence[Input], rows: Sequence[str] | None = None, ids: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Answer inputs; warnings name them by their ids, or else by their places."""
     if isinstance(texts, str):
         raise DeltuneError(f"texts is a list, and here it is one text: predict(run, [{excerpt(texts, 40)}])")
     if not texts:
@@ -769,11 +776,11 @@ def predict(
         raise DeltuneError(
             f"several runs are given ({', '.join(loaded.runs)}): say with rows=[…] which of them answers each text"
         )
-    encoded, limits = _encode(loaded, next(iter(loaded.runs)), dict(enumerate(texts)))
+    encoded, limits = _encode(loaded, next(iter(loaded.runs)), dict(enumerate(texts)), ids)
     if encoded.truncated:
         unseen = "; no entity is found beyond them" if loaded.kind.name == "tagging" else ""
         cut = f"{encoded.truncated} of {len(texts)} inputs are cut to the {limits.max_length} tokens of the run{unseen}"
-        warnings.warn(cut, stacklevel=2)
+        warnings.warn(cut, stacklevel=3)
     answers = loaded.kind.predict(_inference_context(loaded, limits), encoded)
     labelled = loaded.kind.predicts_label_ids
     predictions = [loaded.labels[p] for p in answers.predictions] if labelled else answers.predictions
@@ -793,7 +800,7 @@ def predict_rows(
     first = inputs[0]["input"] if inputs else ""
     pairs = not isinstance(first, str) and (isinstance(first, list) or "pair" in first)
     loaded = load_run(run, base, pairs=pairs, labels=labels)
-    texts = [row["input"] for row in inputs]
+    texts, ids = [row["input"] for row in inputs], [row["id"] for row in inputs]
     columns = columns_from_inputs(loaded.kind.name, loaded.run, texts)
     return [
         {
@@ -802,7 +809,7 @@ def predict_rows(
             "prediction": answer[next(iter(answer))],
             "scores": answer["scores"],
         }
-        for i, (row, answer) in enumerate(zip(inputs, predict(loaded, texts), strict=True))
+        for i, (row, answer) in enumerate(zip(inputs, _predict(loaded, texts, ids=ids), strict=True))
     ]
 
 
@@ -840,12 +847,14 @@ def _inference_context(loaded: LoadedRun, limits: TaskOptions, deltas: Sequence[
     return InferenceContext(loaded.model, loaded.tokenizer, loaded.labels, limits, rows, loaded.precision, None, deltas)
 
 
-def _encode(loaded: LoadedRun, name: str, texts: Mapping[int, Input]) -> tuple[EncodedRows, TaskOptions]:
+def _encode(
+    loaded: LoadedRun, name: str, texts: Mapping[int, Input], ids: Sequence[str] = ()
+) -> tuple[EncodedRows, TaskOptions]:
     """Encode one run's inputs, by their place in all, cut as the run cuts them; return them and the run's limits."""
     run, numbers = loaded.runs[name], [i + 1 for i in texts]
     columns = columns_from_inputs(loaded.kind.name, run, list(texts.values()), numbers)
-    for line in blank_notes(loaded.kind.name, {"id": numbers, **columns}, "the input"):
-        warnings.warn(line, stacklevel=3)
+    for line in blank_notes(loaded.kind.name, {"id": ids or numbers, **columns}, "the input"):
+        warnings.warn(line, stacklevel=4)
     limits = length_limits(run.config.data, run.config.generation, loaded.kind, loaded.labels_of[name])
     handle = tuned(loaded.model)
     before = handle.active

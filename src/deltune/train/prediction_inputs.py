@@ -126,13 +126,19 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
     if missing:
         raise DeltuneError(f"{' '.join(missing)} The run reads these names: rename the columns of the file")
     read = word_list([f"{column} ({role})" for role, column in columns.items()])
-    unread = [c for c in table.columns if c not in ("id", *columns.values())]
-    others = [] if "sentence" in columns else [c for c in unread if c not in ANSWER_FIELDS]
-    written = f"; written with each prediction: {first_names(others, 5)}" if others else ""
-    if left := [c for c in unread if c not in others]:
-        why = "a row of the result is a sentence" if "sentence" in columns else "the result has its own"
-        written += f"; left out, as {why}: {first_names(left, 5)}"
-    logger.info("%s: columns that are read: %s%s", path.name, read, written)
+    unread = [c for c in table.columns if c not in columns.values()]
+    replaced = [c for c in unread if c in ANSWER_FIELDS or (c == "id" and not table.has_ids)]
+    no_json = [c for c in unread if c in table.rows.no_json and c not in (*replaced, "id")]
+    others = [c for c in unread if c not in (*replaced, *no_json, "id")]
+    fates = {
+        "written with each prediction": others,
+        "left out, as the result has its own": replaced,
+        "left out, as JSON has no such values": no_json,
+    }
+    if "sentence" in columns:
+        fates, others = {"left out, as a row of the result is a sentence": [c for c in unread if c != "id"]}, []
+    listed = "".join(f"; {fate}: {first_names(names, 5)}" for fate, names in fates.items() if names)
+    logger.info("%s: columns that are read: %s%s", path.name, read, listed)
     if "sentence" in columns:
         problems: list[str] = []
         table, columns = join_words(table, columns, problems), {"tokens": "tokens"}
@@ -146,17 +152,17 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
                 raise DeltuneError(
                     f"{table.location(line)}: column {column!r} must be {TYPE_DESCRIPTIONS[INPUT_TYPES[role]]}"
                 )
-        kept = {column: _plain(row[column]) for column in others if column in row}
-        inputs.append({"id": name, "input": value, **kept})
+        inputs.append({"id": name, "input": value} | {c: _finite(row[c]) for c in others if c in row})
     return inputs
 
 
-def _plain(value: Any) -> Any:
-    """Return a value of a table as JSON has it: a date as text, None for what is no number."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    is_date = isinstance(value, dict) and len(value) == 1 and value.keys() <= {"date", "datetime", "time"}
-    return next(iter(value.values())) if is_date else value
+def _finite(value: Any) -> Any:
+    """Return a value with None for the numbers that JSON does not have, such as NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _inputs_from_lines(path: Path) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from ...templates import (
     Tokens,
     break_control_tokens,
     has_control_tokens,
+    input_of,
     special_tokens,
     surrounding_tokens,
     without_sentinel,
@@ -209,7 +210,7 @@ class Conversations:
                 if call["function"]["name"] not in whole:
                     raise DeltuneError("the chat template does not write calls of tools; give another one (--template)")
         others = [one for one in messages if one["role"] != "assistant"]
-        texts = [(one["content"], str(one.get("input", ""))) for one in others]
+        texts = [(one["content"], input_of(one)) for one in others]
         parts = [part for text, more in texts for part in (text.removesuffix(more), more)]
         self.counts["dropped"] += any(part.strip() not in whole for part in parts)
 

@@ -67,10 +67,14 @@ class DataFile:
 
         Neither the header of a table nor blank lines count.
         """
-        ids = array("q", (hash(str(row["id"])) for _, row in self.rows if "id" in row))
-        if len(set(ids)) == len(self.rows):
+        if self.has_ids:
             return (str(row["id"]) for _, row in self.rows)
         return (f"{prefix}{number}" for number in range(1, len(self.rows) + 1))
+
+    @property
+    def has_ids(self) -> bool:
+        """Whether the column `id` tells the rows apart."""
+        return len(set(array("q", (hash(str(row["id"])) for _, row in self.rows if "id" in row)))) == len(self.rows)
 
 
 class UnreadableFileError(Exception):

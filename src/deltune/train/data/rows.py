@@ -8,6 +8,7 @@ import tempfile
 import uuid
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import date, time
 from decimal import Decimal
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -168,10 +169,12 @@ class NumberedRows(Sequence[tuple[int, Row]]):
 
     Attributes:
         columns: The columns that any row has, in the order of their first appearance.
+        no_json: Those that hold what JSON has no form for, such as bytes; dates are texts.
     """
 
     def __init__(self, rows: Iterable[tuple[int, Row]] = ()) -> None:
         self.columns: dict[str, None] = {}
+        self.no_json: set[str] = set()
         self._count = 0
         self._few: list[tuple[int, Row]] = []
         schema = pyarrow.schema({"number": pyarrow.int64(), "row": pyarrow.string()})
@@ -189,6 +192,7 @@ class NumberedRows(Sequence[tuple[int, Row]]):
         except TypeError:
             if row.get("id") is not None:
                 row = {**row, "id": str(row["id"])}
+            self.no_json |= {name for name, value in row.items() if not _has_form(value)}
             text = json.dumps(row, default=_no_json)
             row = json.loads(text)  # the same in memory as on the disk
         self._texts.append({"number": number, "row": text})
@@ -219,6 +223,15 @@ def _decoded(stored: Row) -> tuple[int, Row]:
     return stored["number"], json.loads(stored["row"])
 
 
-def _no_json(value: Any) -> float | dict[str, str]:
-    """Return a decimal as a float, and of any other value that is no JSON, such as a date, what no column can read."""
+def _has_form(value: Any) -> bool:
+    """Return whether JSON has a form for a value and all that is in it."""
+    if isinstance(value, dict | list):
+        return all(map(_has_form, value.values() if isinstance(value, dict) else value))
+    return value is None or isinstance(value, str | int | float | Decimal | date | time)
+
+
+def _no_json(value: Any) -> float | str | dict[str, str]:
+    """Return a decimal as a float, a date as a text, and of other values, such as bytes, what no column can read."""
+    if isinstance(value, date | time):
+        return value.isoformat()
     return float(value) if isinstance(value, Decimal) else {type(value).__name__: str(value)}
