@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from datetime import date, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pandas
 import pytest
 import torch
 import yaml
