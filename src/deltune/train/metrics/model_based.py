@@ -12,7 +12,6 @@ import numpy as np
 
 from ...compat import LOADING, of_bert_score
 from ...errors import DeltuneError
-from ...runtime.prompts import position_count
 from .base import CorpusStatistics, Metric, Options, mean_statistics, reduce_references
 from .words import CannotScoreError, refuse_rows
 
@@ -55,6 +54,8 @@ def _refuse_unreadable(tokenizer: Any, references: References, model: str) -> di
 
 def _longest(tokenizer: Any, model: Any) -> int:
     """Return the length in tokens at which a text is cut: at the tokenizer's limit, and where positions end."""
+    from ...runtime.prompts import position_count
+
     tables = [table for name, table in model.named_modules() if name.endswith("position_embeddings")]
     positions = [position_count(table) for table in tables if hasattr(table, "weight")]
     return int(min([tokenizer.model_max_length, 1 << 30, *positions]))
