@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from os.path import isfile, join
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -184,6 +185,11 @@ def why_not_on_hub(name: str, repo_type: str = "model") -> str:
 
 OF_ONE_DELTA = ("delta.json", "spec.yaml", "adapter_config.json")
 """Files that are in the folder of a delta, of a run, and of an adapter of PEFT or AdapterHub."""
+
+
+def is_delta(folder: str | Path) -> bool:
+    """Return whether a folder is that of one delta or run, and no folder of such folders."""
+    return any(isfile(join(folder, name)) for name in OF_ONE_DELTA)  # pathlib's raises of a name that is too long
 
 
 def folders_beside(path: Path) -> list[str]:

@@ -64,6 +64,19 @@ def test_a_delta_is_served_alone(tmp_path: Path) -> None:
             server.refresh()
 
 
+def test_one_delta_stays_one_and_has_a_name_that_clients_can_write(tmp_path: Path) -> None:
+    """A run that loses spec.yaml is no folder of deltas, of which "delta" is one."""
+    of, run = deltas(*BERT), copies(tmp_path / "run", "d2=delta")
+    for name, text in (("spec.yaml", "model: minilm"), ("metrics.json", "{}")):
+        (run / name).write_text(text)
+    with Server(of.model(), deltas=run) as server:
+        assert server.submit(ask("classify", 6, 1, "run")).result(60).scores
+        (run / "spec.yaml").unlink()
+        assert [(info.name, info.error, info.loaded) for info in server.refresh()] == [("run", "", True)]
+    with pytest.raises(DeltuneError, match="'my run!' cannot name a delta"):
+        Server(of.model(), deltas=copies(tmp_path / "deltas", "d2=my run!") / "my run!")
+
+
 # -- why files are refused, and which
 
 

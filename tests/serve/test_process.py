@@ -279,8 +279,17 @@ def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_
     for source in (("--deltas", deltas), ("--set", f"deltas.folder={deltas}"), ("--config", tmp_path / "serve.yaml")):
         with pytest.raises(DeltuneError, match=r"are to be served: give their model in its place \(deltune serve "):
             run(one, *source)
-    with pytest.raises(DeltuneError, match="unknown model 'base-elsewhere'"):
-        run(one, "--set", "model.name=base-elsewhere", "--port", 0)
+    unnamed = tmp_path / "unnamed"  # an adapter that does not name its base
+    unnamed.mkdir()
+    (unnamed / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(DeltuneError, match="are to be served: give their model"):
+        run(unnamed, "--deltas", deltas)
+    (tmp_path / "model.yaml").write_text("model:\n  name: base-elsewhere\n")
+    for source in (("--set", "model.name=base-elsewhere"), ("--config", tmp_path / "model.yaml")):
+        with pytest.raises(DeltuneError, match=r"unknown model 'base-elsewhere'.*--set model\.name=BASE"):
+            run(one, *source, "--port", 0)
+    with pytest.raises(DeltuneError, match="name too long"):
+        run("x" * 300, "--port", 0)
     for arguments, words in (
         (("--deltas", tmp_path / "none"), "there is no folder"),
         (("--deltas", tmp_path / "begun"), "is not finished; its delta may change"),

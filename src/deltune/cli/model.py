@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from os.path import isfile, join
 from typing import Annotated
 
 import typer
@@ -35,7 +34,7 @@ def inspect(
     from ..anatomy import inspection, quantized_storage
 
     delta = None
-    if any(isfile(join(model, name)) for name in ("spec.yaml", "delta.json", "adapter_config.json")):
+    if models.is_delta(model):
         from ..train.run_folder import open_run
 
         run = open_run(model, base)

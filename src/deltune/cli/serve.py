@@ -68,23 +68,23 @@ def run(
     """Serve as a file and options say."""
     check_extra("serve", "deltune serve needs")
     from ..config import read_values
-    from ..models import OF_ONE_DELTA
+    from ..models import is_delta
     from ..serve.config import SECTIONS, ServeConfig
 
     values = {} if config is None else read_values(config)
     named_model = {} if model is None else {"model": model}
     options_given = _without_null(options)
     by_dotted_name = _without_null(split_settings(settings or [], "limits.timeout=60"))
-    if model is not None and any((Path(model) / name).is_file() for name in OF_ONE_DELTA):
+    if model is not None and is_delta(model):
         from ..serve.loading import base_of_delta
 
         others = ServeConfig.from_values({"model": model}, values, options_given, by_dotted_name)
-        base = base_of_delta(model) if others.model.name == model else others.model.name
         if others.deltas.folder is not None:
             raise DeltuneError(
                 f"{model} is a delta, and the deltas of {others.deltas.folder} are to be served: give their model in "
-                f"its place (deltune serve {base} …)"
+                "its place (deltune serve BASE …)"
             )
+        base = base_of_delta(model) if others.model.name == model else others.model.name
         named_model = {"model": base, "deltas": model}
     resolved = ServeConfig.from_values(values, options_given, by_dotted_name, named_model)
     if imports and resolved.ray.ray:

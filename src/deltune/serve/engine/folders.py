@@ -14,7 +14,7 @@ from pathlib import Path
 from ...errors import DeltuneError, error_summary, excerpt
 from ...interop.base import is_foreign, read_options
 from ...interop.foreign import foreign_model_kind
-from ...models import HEADS, OF_ONE_DELTA, head_of_class_name
+from ...models import HEADS, head_of_class_name, is_delta
 from ...runtime.delta_schema import BaseFacts, TrainedFacts, read_metadata_file
 from ...runtime.hub import FILES
 from ...runtime.serialization import FACTS, delta_folder
@@ -56,11 +56,6 @@ class FolderFacts:
         """The tasks of the delta. Labels need a head that was trained, which the base model's need not be."""
         tasks = HEAD_TASKS[self.head]
         return tasks if self.has_head or self.head not in ("classification", "tagging") else ("embed",)
-
-
-def is_delta(folder: Path) -> bool:
-    """Return whether a folder is that of one delta or run, and no folder of such folders."""
-    return any((folder / name).is_file() for name in OF_ONE_DELTA)
 
 
 def locate_delta(folder: Path) -> Path:
