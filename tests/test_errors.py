@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import pytest
 from hypothesis import given
@@ -60,6 +61,20 @@ def test_problems_that_do_not_fit_are_counted(number: int, length: int) -> None:
     more = re.search(r"… and ([\d,]+) more", message)
     assert len(message) <= NEARLY and 2 <= shown <= MAX_LISTED_PROBLEMS
     assert shown + (int(more[1].replace(",", "")) if more else 0) == number
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "hint"),
+    [
+        ("lroa", deltune.methods(), None),
+        ("name-11x", [f"name-{i}" for i in range(50)], None),
+        ("p", [f"q{i}" for i in range(400)], "Do r."),
+    ],
+)
+def test_a_hint_makes_the_list_short(name: str, known: Collection[str], hint: str | None) -> None:
+    message = unknown_name("thing", name, known, hint=hint)
+    assert "Did you mean" in message or "Do r." in message
+    assert len(message) < 300 and re.search(r", and [\d,]+ more\.", message)
 
 
 @pytest.mark.parametrize("number", [1, 50, 5000])

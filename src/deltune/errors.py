@@ -180,11 +180,12 @@ def closest_match(name: str, known: Iterable[str]) -> str | None:
 def unknown_name(kind: str, name: object, known: Iterable[str], where: str = "", hint: str | None = None) -> str:
     """Return the message for an unknown name: the name, the closest one that exists, and all that exist."""
     names = sorted((str(other) for other in known), key=lambda other: (other[:1].isupper(), other))  # methods, forms
-    shown = _fitting((other if len(other) <= MAX_NAME_LENGTH else excerpt(other) for other in names), 500)
-    listed = ", ".join(shown) or "nothing"
-    more = f", and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
     guess = closest_match(name, names) if isinstance(name, str) and not hint else None
     hint = hint or (f"Did you mean {guess!r}?" if guess else "")
+    room = 160 if hint else 500
+    shown = _fitting((other if len(other) <= MAX_NAME_LENGTH else excerpt(other) for other in names), room)
+    listed = ", ".join(shown) or "nothing"
+    more = f", and {len(names) - len(shown):,} more" if len(names) > len(shown) else ""
     place = f" in {where}" if where else ""
     return f"unknown {kind} {excerpt(name, MAX_NAME_LENGTH)}{place}.{hint and ' '}{hint} Known: {listed}{more}."
 

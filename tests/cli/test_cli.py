@@ -678,6 +678,10 @@ def test_everything_wrong_with_a_spec_at_once(deltune: Command, tmp_path: Path) 
     for part in ("data is missing", "'lora'", "Did you mean 'epochs'", "batch_size"):
         assert part in result.err, part
     assert "--output" in deltune("train", "--model", "m", "--data", "d", "--method", "head").err
+    options_of = {"--model": "m", "--method": "head", "--data": "d"}
+    for name in ("--model", "--method"):
+        others = [part for option, value in options_of.items() if option != name for part in (option, value)]
+        assert f"({name}) is missing" in deltune("train", *others, "--output", tmp_path / "run").err
 
 
 def test_what_is_not_a_run(deltune: Command, root: Path, tmp_path: Path) -> None:

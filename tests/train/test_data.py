@@ -420,7 +420,7 @@ DOUBTS: dict[str, tuple[dict[str, Any], str, dict[str, Any], str]] = {
     ),
     "a score beside flags": (
         {"train_csv": "text,score,late,rude\na b,0.5,1,0\nc d,1.5,0,1\n"},
-        "multilabel with text=text,labels=late+rude, and score would not be read",
+        "multilabel, and score would not be read",
         {"columns": {"text": "text", "score": "score"}}, "regression",
     ),
     "stars beside flags": (
@@ -668,6 +668,19 @@ def test_tags_of_no_single_scheme_are_named(tmp_path: Path, case: str) -> None:
             ],
         ),
         (
+            {"train_csv": "Review Text (EN),Bewertung\nso it is,1\nthat was bad,0\nsee you,1\n"},
+            ["--columns 'text=Review Text (EN),label=Bewertung'; or choose"],
+        ),
+        (
+            {
+                "train_jsonl": [
+                    {"text": "a b c", "pair": "d e", "kind's": 1},
+                    {"text": "f g", "pair": "h i", "kind's": 0},
+                ]
+            },
+            ["--columns 'text=…,label=kind'\"'\"'s'; or choose"],
+        ),
+        (
             {"train_jsonl": ROWS, "test_csv": "txt,label\na,refund\n"},
             ["unknown column 'text' in test.csv. Did you mean 'txt'? Known: label, txt."],
         ),
@@ -685,11 +698,11 @@ def test_tags_of_no_single_scheme_are_named(tmp_path: Path, case: str) -> None:
         ),
         (
             {"train_jsonl": [*ROWS, {"text": "a", "label": None}]},
-            ["line 5: a label must be text or a whole number, not None"],
+            ["line 5: the label is missing"],
         ),
         (
             {"train_csv": "text,label\na,x\nb,y\nc,\n"},
-            ["train.csv line 4: a label must be text or a whole number, not ''"],
+            ["train.csv line 4: the label is missing"],
         ),
         ({"train_jsonl": ROWS[:1]}, ["train.jsonl has one label only, 'delivery'"]),
         (
@@ -789,15 +802,23 @@ def test_all_problems_at_once_and_no_endless_list(tmp_path: Path) -> None:
 
 def test_no_such_folder(tmp_path: Path) -> None:
     (tmp_path / "tickets").mkdir()
+    write(tmp_path / "tickets", train_jsonl=ROWS)
+    (tmp_path / "tikets2").mkdir()
     text = message(str(tmp_path / "tikets"))
-    assert f"unknown data set '{tmp_path / 'tikets'}'. Did you mean '{tmp_path / 'tickets'}'?" in text
+    assert (
+        f"unknown data set '{tmp_path / 'tikets'}'. Did you mean '{tmp_path / 'tickets'}'?" in text
+        and "tikets2" not in text
+    )
     assert "no such file or folder here" in text and "Give a folder with train.jsonl" in text
 
 
 def test_read_one_file(tmp_path: Path) -> None:
     write(tmp_path, more_jsonl=ROWS)
     assert readers.read_rows(tmp_path / "more.jsonl").rows[1] == (2, ROWS[1])
-    for name, expected in (("more.xlsx", "unknown file format '.xlsx'"), ("none.csv", "cannot be read")):
+    for name, expected in (
+        ("more.xlsx", "unknown file format '.xlsx' in more.xlsx. Save the sheet as CSV"),
+        ("none.csv", "cannot be read"),
+    ):
         with pytest.raises(DeltuneError, match=expected):
             readers.read_rows(tmp_path / name)
 

@@ -18,6 +18,7 @@ from .output import (
     console,
     log_to_stderr,
 )
+from .threads import free_cores
 
 
 def choose(
@@ -56,8 +57,11 @@ def choose(
     on test.
     """
     with log_to_stderr(quiet):
-        from ..studies import choose as choose_method
+        from ..train.run_folder import RunFolder
         from . import formatting
+
+        with free_cores(RunFolder(output)):
+            from ..studies import choose as choose_method
 
         chosen = {"task": task, "data_root": data_root, "columns": columns, "quantize": quantize}
         options = {name: value for name, value in chosen.items() if value is not None}

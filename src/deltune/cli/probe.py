@@ -18,6 +18,7 @@ from .output import (
     console,
     log_to_stderr,
 )
+from .threads import free_cores
 
 
 def probe(
@@ -43,8 +44,9 @@ def probe(
     from . import formatting
 
     with log_to_stderr(quiet):
-        from ..train.config import RunConfig
-        from ..train.probe import probe_model
+        with free_cores():
+            from ..train.config import RunConfig
+            from ..train.probe import probe_model
 
         values = {
             "data": data, "task": task, "data_root": data_root, "columns": columns, "pooling": pooling,

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from ..errors import DeltuneError
-from ..train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from ..train.run_folder import RunFolder
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables by which the user, or a launcher, decides."""
@@ -42,8 +47,14 @@ def free_threads(cores: int, busy: float) -> int:
     return max(1, cores - round(busy))
 
 
-def set_threads(meter: LoadMeter, run: RunFolder | None = None) -> None:
-    """Set the number of threads of this process and say so, unless an environment variable decides."""
+@contextmanager
+def free_cores(run: RunFolder | None = None) -> Iterator[None]:
+    """Measure the load of other processes while the block imports, then compute on the cores that they leave free.
+
+    An environment variable decides where it is set, and the earlier number of threads where a run goes on.
+    """
+    meter = LoadMeter()
+    yield
     import torch
 
     if any(name in os.environ for name in THREAD_VARIABLES):
@@ -62,6 +73,8 @@ def set_threads(meter: LoadMeter, run: RunFolder | None = None) -> None:
 
 def _earlier_threads(run: RunFolder) -> int | None:
     """Return how many threads an unfinished run, or the first of several, was started with."""
+    from ..train.run_folder import RunFolder
+
     for folder in (run.folder, *sorted(run.runs.glob("*"))):
         try:
             threads = RunFolder(folder).environment.get("threads")

@@ -286,13 +286,12 @@ def _train(
 ) -> RunMetrics:
     with log_to_stderr(quiet):
         from ..train.run_folder import RunFolder
-        from .threads import LoadMeter, set_threads
+        from .threads import free_cores
 
-        meter = LoadMeter()
-        from ..train import run as training
-        from ..train.trainer import watch_interrupts
+        with free_cores(None if fresh else RunFolder(folder)):
+            from ..train import run as training
+            from ..train.trainer import watch_interrupts
 
-        set_threads(meter, None if fresh else RunFolder(folder))
         watch_interrupts()
         try:
             return training.train(

@@ -29,6 +29,7 @@ from .output import (
     listed,
     log_to_stderr,
 )
+from .threads import free_cores
 
 if TYPE_CHECKING:
     from ..runtime.handle import Tuned
@@ -133,7 +134,8 @@ def evaluate(
     if limit and not harness:
         raise DeltuneError("--limit is for --harness; --split says which rows of a run are scored")
     with log_to_stderr(quiet):
-        from ..train import inference
+        with free_cores():
+            from ..train import inference
 
         if harness:
             from ..train.harness import evaluate_harness
@@ -191,8 +193,9 @@ def predict(
     if pair and len(pair) != len(text or ()):
         raise DeltuneError(f"{len(text or ())} --text and {len(pair)} --pair; give one --pair for each --text")
     with log_to_stderr(quiet):
-        from ..train import prediction_inputs
-        from ..train.inference import predict_rows
+        with free_cores():
+            from ..train import prediction_inputs
+            from ..train.inference import predict_rows
 
         rows = (
             prediction_inputs.inputs_from_texts(text or [], pair or [], row_task, run, base)
@@ -229,7 +232,8 @@ def generate(
 ) -> None:
     """Let a run's model go on with a text, or answer it. The text is printed as it is generated."""
     with log_to_stderr(quiet):
-        from ..train.inference import generate as generate_texts
+        with free_cores():
+            from ..train.inference import generate as generate_texts
 
         texts = generate_texts(
             str(run), prompt, max_tokens, temperature, top_p, seed, stream=not as_json, base=base, inputs=more or ()
@@ -252,7 +256,8 @@ def chat(
 ) -> None:
     """Talk to a model, line by line. /reset begins anew, and the end of the input ends it; a pipe is answered too."""
     with log_to_stderr(True):
-        from ..train.chat import Chat
+        with free_cores():
+            from ..train.chat import Chat
 
         conversation = Chat.open(str(run), system, max_tokens, temperature, seed, template, base)
         is_terminal = sys.stdin.isatty()
@@ -478,18 +483,15 @@ def quickstart(
 ) -> None:
     """Tune MiniLM on support tickets, offline, in about a minute. A linear probe shows what it does without tuning."""
     with log_to_stderr(False):
-        from .threads import LoadMeter, set_threads
+        with free_cores():
+            from ..methods.counting import count
+            from ..models import load_config
+            from ..train.config import RunConfig
+            from ..train.inference import predict
+            from ..train.probe import probe_model
+            from ..train.run import train
+            from ..train.run_folder import RunFolder
 
-        meter = LoadMeter()
-        from ..methods.counting import count
-        from ..models import load_config
-        from ..train.config import RunConfig
-        from ..train.inference import predict
-        from ..train.probe import probe_model
-        from ..train.run import train
-        from ..train.run_folder import RunFolder
-
-        set_threads(meter)
         config = RunConfig.from_flat(model=MODEL, data=str(TICKETS), method=METHOD, max_length=MAX_LENGTH, seed=seed)
         share = count(load_config(MODEL), METHOD)
         console.print(

@@ -675,7 +675,8 @@ def _describe(error: Any) -> str:
     place = ".".join(part if len(part) <= MAX_NAME_LENGTH else excerpt(part) for part in parts)
     if error["type"] == "missing":
         section, field, *_ = error["loc"]
-        return f"{place} is missing: {SECTIONS[section].model_fields[field].description}"
+        option = f" (--{DOTTED[place]})" if place in DOTTED else ""
+        return f"{place}{option} is missing: {SECTIONS[section].model_fields[field].description}"
     reason = error.get("ctx", {}).get("error")
     message = str(reason) if reason is not None else error["msg"][0].lower() + error["msg"][1:]
     if place in ("optim.epochs", "optim.steps") and str(error["input"]) == "0":

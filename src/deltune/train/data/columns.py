@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,11 +209,10 @@ def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unr
         doubtful += [c for c in unread if c.lower() in SCORE_COLUMN_NAMES or _share_of_numbers(first, c) == 1]
     if not doubtful:
         return []
-    pairs = ",".join(f"{role}={column}" for role, column in chosen.items())
     joined = "instruction" in map(str.lower, doubtful)
     return [
-        f"{first.name} would be read as {kind} with {pairs}, and {', '.join(doubtful)} would not be read. If that is "
-        f"meant, give --columns {pairs}; if not, name other columns or another --task"
+        f"{first.name} would be read as {kind}, and {', '.join(doubtful)} would not be read. If that is meant, give "
+        f"{columns_option(chosen)}; if not, name other columns or another --task"
         + (", or join instruction and input into one column" if joined else "")
     ]
 
@@ -224,10 +224,11 @@ def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels
         column = chosen[TASK_COLUMNS[kind][-1].role]
         word, sentence = (first_named(first.columns, n) for n in (WORD_COLUMN_NAMES, SENTENCE_COLUMN_NAMES))
         if word and sentence and not _are_tags(labels) and any(isinstance(row.get(word), str) for row in rows):
-            pair = f"--columns text={sentence},pair={word},{TASK_COLUMNS[kind][-1].role}={column}"
+            words = columns_option({"sentence": "…", "tokens": word, "tags": column})
+            pair = columns_option({"text": sentence, "pair": word, TASK_COLUMNS[kind][-1].role: column})
             return [
                 f"{first.name} has a word in each row ({word!r}) beside {sentence!r}. If the words of a sentence stand "
-                f"in several rows, say what numbers the sentences: --columns sentence=…,tokens={word},tags={column}; "
+                f"in several rows, say what numbers the sentences: {words}; "
                 + (f"if a text and a word of it are to be classified, {pair}; " if chosen["text"] == sentence else "")
                 + f"if not, --task {kind}"
             ]
@@ -239,12 +240,12 @@ def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels
                 f"regression; if these are labels, give --task {kind}"
             ]
         if _are_tags(labels):
+            tags = {"tokens": chosen["text"], "tags": column}
             return [
                 f"{first.name} holds tags of words in its column {column!r}, such as "
                 f"{', '.join(map(excerpt, labels[:3]))}. If each row is a word, say what numbers the sentences: "
-                f"--columns sentence=…,tokens={chosen['text']},tags={column}; if it is a sentence with tags between "
-                f"blanks, --task tagging --columns tokens={chosen['text']},tags={column}; if it is to be classified by "
-                f"itself, --task {kind}"
+                f"{columns_option({'sentence': '…', **tags})}; if it is a sentence with tags between blanks, "
+                f"--task tagging {columns_option(tags)}; if it is to be classified by itself, --task {kind}"
             ]
         for mark in SEPARATORS if kind == "classification" else "":
             parts = {part.strip() for label in labels for part in label.split(mark)}
@@ -256,10 +257,10 @@ def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels
                 ]
         several = len(labels) >= MANY_LABELS and 2 * len(labels) > len(first.rows)
         if several and all(" " in label for label in labels):
-            pairs = f"source={chosen['text']},targets={chosen['label']}"
+            option = columns_option({"source": chosen["text"], "targets": chosen["label"]})
             return [
                 f"{first.name} has {len(labels)} different texts in its column {chosen['label']!r}. If a model is to "
-                f"write them, give --task generation --columns {pairs}; if they are labels, --task classification"
+                f"write them, give --task generation {option}; if they are labels, --task classification"
             ]
     if kind == "language" and rows and (format := _format_of_lines(rows[0]["text"])):
         return [f"{first.name} is not running text but {format}; if it is to be read as it is, give --task language"]
@@ -352,14 +353,21 @@ def choose_columns(
     return {} if missing else chosen
 
 
+def columns_option(columns: Mapping[str, str]) -> str:
+    """Return the option that names the column of each role, as a shell reads it."""
+    pairs = ",".join(f"{role}={column}" for role, column in columns.items())
+    quoted = any(shlex.quote(column) != column for column in columns.values() if column != "…")
+    return f"--columns {shlex.quote(pairs) if quoted else pairs}"
+
+
 def how_to_name_columns(kind: str, known: Mapping[str, str] | None = None) -> str:
     """Return, as a sentence, which columns a kind of task has, how they are named, and how another kind is chosen."""
     columns = TASK_COLUMNS[kind]
     listed = " ".join(f"({c.role},)" if c.optional else f"{c.role}," for c in columns).removesuffix(",")
-    example = ",".join(f"{c.role}={(known or {}).get(c.role, '…')}" for c in columns if not c.optional)
+    example = columns_option({c.role: (known or {}).get(c.role, "…") for c in columns if not c.optional})
     others = ", ".join(other for other in TASK_COLUMNS if other != kind)
     return (
-        f"The data is read as {kind}, whose columns are {listed}. Say which is which: --columns {example}; or choose "
+        f"The data is read as {kind}, whose columns are {listed}. Say which is which: {example}; or choose "
         f"another kind of task: --task {others}"
     )
 

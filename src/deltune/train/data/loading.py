@@ -333,7 +333,7 @@ def load_data(
         if problems:
             raise error_from_problems(f"data {source}", problems)
     check_columns(files, kind, chosen, problems)
-    if is_guess and problems and row_problems(first.rows[0][1], chosen, kind):
+    if is_guess and set(chosen.values()) <= set(first.columns) and row_problems(first.rows[0][1], chosen, kind):
         problems.append(how_to_name_columns(kind))
     label_role = next((c.role for c in TASK_COLUMNS[kind] if c.type in ("label", "labels")), None)
     notes: tuple[str, ...] = ()
@@ -752,7 +752,9 @@ def _count_labels(file: DataFile, column: str, problems: list[str]) -> dict[str,
                 first, count = counts.get(label, (number, 0))
                 counts[label] = first, count + 1
         elif column in row:
-            problems.append(f"{file.location(number)}: a label must be text or a whole number, not {short_repr(value)}")
+            fault = f"a label must be text or a whole number, not {short_repr(value)}"
+            is_missing = value is None or value != value or is_blank(value)
+            problems.append(f"{file.location(number)}: {'the label is missing' if is_missing else fault}")
     return counts
 
 
@@ -849,7 +851,7 @@ def _read_hub(source: str, needed: Sequence[str], layout: HubLayout) -> _RawData
             datasets = _load_from_hub(source, layout.files)
     except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
         parent = user_path(source, "data").parent
-        readable = (p for p in parent.iterdir() if p.is_dir() or data_suffix(p)) if parent.is_dir() else ()
+        readable = (p for p in parent.iterdir() if _holds_data(p)) if parent.is_dir() else ()
         nearby = sorted(str(p) for p in readable)[:20]
         reason = reason or f"the hub's copy cannot be read ({error_summary(error)})"
         todo = "Give a folder with train.jsonl (or .csv, .parquet) or a hub id"
@@ -876,6 +878,14 @@ def _read_hub(source: str, needed: Sequence[str], layout: HubLayout) -> _RawData
     raw.label_names = {column: feature.names for column, feature in features.items() if hasattr(feature, "names")}
     raw.hidden = frozenset(raw.label_names)
     return raw
+
+
+def _holds_data(path: Path) -> bool:
+    """Return whether a path is a file of rows, or a folder with one for a split."""
+    if not path.is_dir():
+        return bool(data_suffix(path))
+    stems = {stem for split in SPLITS.values() for stem in split}
+    return any(p.name.partition(".")[0] in stems and data_suffix(p) for p in path.glob("*"))
 
 
 def _load_from_hub(source: str, files: Mapping[str, str]) -> DatasetDict:

@@ -87,7 +87,8 @@ def read_rows(path: Path, problems: list[str] | None = None) -> DataFile:
     file = DataFile(path.name, unit="row" if path.suffix == ".parquet" else "line")
     suffix = data_suffix(path)
     if not suffix:
-        own_problems.append(unknown_name("file format", path.suffix, READERS, where=path.name))
+        hint = "Save the sheet as CSV." if path.suffix.lower() in SPREADSHEETS else None
+        own_problems.append(unknown_name("file format", path.suffix, READERS, path.name, hint))
     else:
         try:
             file.unit = "row" if _is_array(path) else file.unit
@@ -371,6 +372,7 @@ def _wrong_order(sentence: list[list[str]]) -> str:
     return ""
 
 
+SPREADSHEETS = (".xlsx", ".xls", ".ods", ".numbers")
 READERS = {
     ".jsonl": _read_json_lines, ".json": _read_json_lines, ".csv": _read_csv, ".tsv": _read_tsv,
     ".parquet": _read_parquet,

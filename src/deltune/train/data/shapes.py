@@ -23,6 +23,7 @@ from .columns import (
     SEPARATORS,
     WORD_COLUMN_NAMES,
     ColumnNames,
+    columns_option,
     first_named,
     text_columns,
 )
@@ -220,10 +221,10 @@ def with_lists(
         )
         return dict(files)
     if separator == " " and any(values()) and all(len(value.split()) == 1 for value in values()):
-        listed = ",".join(f"{role}={column}" for role, column in zip(("tokens", "tags"), columns, strict=False))
+        option = columns_option({"sentence": "…", **dict(zip(("tokens", "tags"), columns, strict=False))})
         problems.append(
             f"every row of {next(iter(files.values())).name} has one word. Say which column numbers the sentences: "
-            f"--columns sentence=…,{listed}"
+            f"{option}"
         )
     broken: list[str] = []
 
