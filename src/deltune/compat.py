@@ -219,7 +219,7 @@ def runs_plainly() -> bool:
     )
 
 
-def is_mapped(tensor: torch.Tensor) -> bool:
+def is_vmapped(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a batch of gradients that torch.autograd.grad maps, as is_grads_batched asks for."""
     return torch._C._functorch.is_legacy_batchedtensor(tensor)
 

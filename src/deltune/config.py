@@ -38,7 +38,7 @@ def option(default: Any, description: str, *, common: bool = False, **constraint
     return Field(default, description=description, json_schema_extra={"common": common}, **constraints)
 
 
-def _split_commas(value: Any) -> Any:
+def split_commas(value: Any) -> Any:
     """Turn the text "a, b" into a tuple, and "text=a, label=b" into a dictionary; leave other values alone."""
     if not isinstance(value, str):
         return value
@@ -48,7 +48,7 @@ def _split_commas(value: Any) -> Any:
     return tuple(items)
 
 
-CommaSeparated = BeforeValidator(_split_commas)
+CommaSeparated = BeforeValidator(split_commas)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ def read_values(path: str | Path) -> dict[str, Any]:
         with user_path(path, "file").open("rb") as file:
             text = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise DeltuneError(f"{path} cannot be read: {error}") from error
+        hint = ". If it belongs to the option before it, put all of its value in quotes" if "=" in str(path) else ""
+        raise DeltuneError(f"{path} cannot be read: {error}{hint}") from error
     if len(text) > MAX_BYTES:
         raise DeltuneError(
             f"{path} is larger than {MAX_BYTES // 1024} KiB, which no config is; give the YAML file of a run or a study"

@@ -204,8 +204,10 @@ def locate_model(name: str) -> ModelSource:
 
     path = packaged_minilm() if name == "minilm" else user_path(name, "model")
     file = path / "config.json" if path.is_dir() else path
-    if file.is_file():
+    if file.is_file() and file.suffix == ".json":
         return ModelSource(str(path), file)
+    if file.is_file():
+        raise DeltuneError(f"{path} is a file and no model: give the folder of config.json and model.safetensors")
     if path.is_dir():
         contents = ", ".join(sorted(p.name for p in path.iterdir())[:20]) or "nothing"
         raise DeltuneError(f"folder {path} has no config.json, so it is not a model; it holds: {contents}.")

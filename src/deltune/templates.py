@@ -143,7 +143,7 @@ def question(instruction: str, more: str = "") -> dict[str, str]:
 
 
 def input_of(message: Mapping[str, Any]) -> str:
-    """Return what a message names as its input, "" where that is no text."""
+    """Return the field `input` of a message, or "" if it is no text."""
     more = message.get("input")
     return more if isinstance(more, str) else ""
 

@@ -17,7 +17,7 @@ def test_a_file_is_what_arithmetic_expects(family: Family, row: Row) -> None:
     model = specimen(family.name, main_role(family))
     tuned = deltune.attach(model, row.text)
     delta = tuned.delta()
-    needed = expected_tensors(tuned.anatomy, delta.planned, delta.owned_tensors, delta.head)
+    needed = expected_tensors(tuned.anatomy, delta.planned, delta.owned_tensor_names, delta.head)
     tensors = tuned.attached.tensors_to_save(delta)
     check_tensors(needed, tensor_infos(tensors), Path("file"))
     dense = {name: tuple(t.shape) for name, t in tensors.items() if name in needed.shapes}

@@ -40,7 +40,7 @@ def numbers(tuned: deltune.Tuned, name: str) -> list[torch.Tensor]:
     delta = tuned.delta(name)
     return [
         *delta.tensors_to_save().values(),
-        *(tuned.attached.state.delta_value(delta, owned) for owned in delta.owned_tensors),
+        *(tuned.attached.state.delta_value(delta, owned) for owned in delta.owned_tensor_names),
     ]
 
 

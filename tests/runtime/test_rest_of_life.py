@@ -277,7 +277,7 @@ def law_the_state_dict_of_an_inner_model(cell: Cell) -> None:
     """Refused where deltas have values of their own in it, since it does not say whose values it has."""
     path, inner = next(iter(inner_models(cell.model).items()))
     state = cell.base.get_submodule(path).state_dict()
-    if any(owned.startswith(f"{path}.") for owned in cell.tuned.delta().owned_tensors):
+    if any(owned.startswith(f"{path}.") for owned in cell.tuned.delta().owned_tensor_names):
         message = f"load_state_dict of {path}: delta 'default' has its own values"
         refused(cell, lambda: inner.load_state_dict(state), message)
     else:

@@ -61,7 +61,7 @@ def check(family: Family, tuned: deltune.Tuned, names: Sequence[str | None], inp
             squared(tensor).backward()
             for key, parameter in tuned.delta().named_parameters():
                 gradients[name, key] = None if parameter.grad is None else parameter.grad.clone()
-            for key in tuned.delta().owned_tensors:
+            for key in tuned.delta().owned_tensor_names:
                 grad = tuned.attached.state.delta_value(tuned.delta(), key).grad
                 gradients[name, f"held.{key}"] = None if grad is None else grad.clone()
     model.zero_grad()

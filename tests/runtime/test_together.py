@@ -48,7 +48,7 @@ def as_expression(tuned: deltune.Tuned, first: str, second: str) -> deltune.Tune
             for target, source in zip(targets, sources, strict=True):
                 target.load_state_dict(source.state_dict())
         for part in parts:
-            for name in part.owned_tensors:
+            for name in part.owned_tensor_names:
                 state.delta_value(whole, name).copy_(state.delta_value(part, name))
     return tuned
 
@@ -94,7 +94,7 @@ def test_a_sum_is_what_the_sum_of_the_methods_is(family: str, first: str, second
 def test_tensors_that_both_train_are_summed_as_changes() -> None:
     tuned = attach_both("bert", "layernorm", "layernorm")
     state, inputs = tuned.attached.state, batch(tuned.model)
-    name = tuned.delta("a").owned_tensors[0]
+    name = tuned.delta("a").owned_tensor_names[0]
     base = state.base_value(name).detach().clone()
     value = base + sum(state.delta_value(tuned.delta(n), name).detach() - base for n in "ab")
     outputs = run(tuned.use(["a", "b"]).model, inputs)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 import tiny
 from deltune.cli.app import app
+from deltune.cli.formatting import choice_table
 from deltune.errors import DeltuneError
 from deltune.methods.counting import format_bytes
 from deltune.models import load_config
@@ -59,6 +60,10 @@ def test_the_winner_is_trained_and_judged_as_it_says(chosen: Choice, root: Path)
     finals = chosen.table[chosen.table["seeds"].fillna(0) > 0]
     assert len(finals) == 2 and set(finals["seeds"]) == {3}
     assert chosen.method in (chosen.run / "report.html").read_text()
+    with pytest.raises(DeltuneError, match=f"The run that was chosen is {chosen.run / 'best'}$"):
+        _ = RunFolder(chosen.run).config
+    printed = choice_table(chosen.table.to_dict("records")).columns
+    assert sum(" ± " in str(cell) for column in printed for cell in column.cells) == 2
 
 
 def test_the_command_repeats_the_winner(chosen: Choice, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from deltune.studies.jobs.job import Outcome
 from deltune.studies.report.figure_spec import VarianceSpec
-from deltune.studies.report.variance import REST, TUNED, build_variance_table
+from deltune.studies.report.variance import REST, TUNED, variance_components_table
 
 METHODS, RATES, SEEDS = 8, 4, 3
 VIEW = VarianceSpec(title="variance", where={"rate": tuple(map(str, range(RATES)))})
@@ -51,7 +51,7 @@ def by_sums_of_squares(y: np.ndarray) -> dict[str, float]:
 
 
 def numbers(outcomes: list[Outcome], group: str) -> dict[str, dict[str, float | None]]:
-    table = build_variance_table(VIEW, outcomes)
+    table = variance_components_table(VIEW, outcomes)
     return {
         column.text: {row.label: row.cells[i].mean for row in table.rows if row.group.startswith(group)}
         for i, column in enumerate(table.columns)
@@ -83,7 +83,7 @@ def test_tasks_that_are_not_done_wait_and_others_count_alike() -> None:
         assert both["other"][name] == pytest.approx(2 * value, rel=0.02)
         assert both["all tasks"][name] ** 2 == pytest.approx((1 + 4) / 2 * value**2, rel=0.1)
     one[3] = replace(one[3], error="diverged", scores={})
-    assert build_variance_table(VIEW, one).excluded == ("1 run without a score",)
+    assert variance_components_table(VIEW, one).excluded == ("1 run without a score",)
 
 
 def test_several_models_of_a_task_are_a_factor() -> None:

@@ -176,7 +176,7 @@ ROWS = (
     Row(
         "Modification('query', Mix(2, 3)) + Modification('value', Mix(2, 3, softmax=True))", identity=False, merges=True
     ),
-    Row("Modification('query', AttentionMix(2, 3, 4))", identity=False),
+    Row("Modification('query', AdapterFusion(2, 3, 4))", identity=False),
     Row("Modification('query', Arrow(3, 2, top_k=2))", identity=False, trains=False),
     Row("lora(rank=2) + dora(rank=2) + hira(rank=2) + oft(block_size=4)", merges=True),
     Row("mam(length=3, rank=4)", identity=False, needs=(INTERFACE,)),

@@ -361,8 +361,14 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "texts": ({"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "a", "rejected": "b"}),
     "a prompt that both have": (
         {"chosen": "Head cover: hat", "rejected": "Head cover: helmet"},
-        {"prompt": "Head cover: ", "chosen": "hat", "rejected": "helmet"},
+        {"prompt": "Head cover:", "chosen": " hat", "rejected": " helmet"},
     ),
+    "lines that both have": (
+        {"chosen": "Q: hat?\n\nA: yes  it is", "rejected": "Q: hat?\n\nA: yes  no"},
+        {"prompt": "Q: hat?\n\nA: yes", "chosen": "  it is", "rejected": "  no"},
+    ),
+    "nothing that both have": (
+        {"chosen": "hat", "rejected": "cap"}, {"prompt": "", "chosen": "hat", "rejected": "cap"}),
     "messages": (
         {"chosen": [u("p"), a("x")], "rejected": [u("p"), a("y")]},
         {"prompt": [u("p")], "chosen": [a("x")], "rejected": [a("y")]},

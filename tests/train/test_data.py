@@ -81,6 +81,23 @@ def test_empty_texts_are_named(case: str, tmp_path: Path) -> None:
     assert [note for note in notes if "without" in note] == expected
 
 
+@pytest.mark.parametrize(
+    ("labels", "doubts"),
+    [
+        (["neg", "Neg ", "pos"], ["the labels 'Neg ' and 'neg' differ in case or blanks alone, and each is a class"]),
+        (["0", "1", "neg", "pos"], ["some labels are numbers and others words, such as '0' and 'neg'"]),
+        (["neg", "pos", "nan"], ["the label 'nan' is a class; leave rows out that have no label"]),
+        (["a b", "A  b", "N/A"], ["'A  b' and 'a b' differ", "the label 'N/A' is a class"]),
+        (["neg", "pos", "page 2"], []),
+        (["1", "2", "3+"], []),
+    ],
+)
+def test_labels_that_may_be_mistakes_are_named(labels: list[str], doubts: list[str], tmp_path: Path) -> None:
+    rows = [{"text": f"some words {i}", "label": label} for i, label in enumerate(2 * labels)]
+    notes = [n for n in data_notes(loading.load_data(write(tmp_path, train_jsonl=rows))) if "label" in n]
+    assert len(notes) == len(doubts) and all(doubt in note for doubt, note in zip(doubts, notes, strict=True))
+
+
 def test_a_run_says_what_deltune_data_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [*ROWS, ROWS[0], {"text": ROWS[0]["text"], "label": "refund"}, {"text": "", "label": "refund"}]
     config = RunConfig.from_flat(model="minilm", data=write(tmp_path, train_jsonl=rows), method="head")
@@ -666,6 +683,10 @@ def test_tags_of_no_single_scheme_are_named(tmp_path: Path, case: str) -> None:
                 "3 columns of text (x, y, z) and needs one or two",
                 "Say which is which: --columns text=…,label=label; or choose another kind",
             ],
+        ),
+        (
+            {"train_csv": "this was good,pos\nso it is,pos\nthat was bad,neg\n"},
+            ["the first line of train.csv looks like a row, since 'pos' is a value of its column: give"],
         ),
         (
             {"train_csv": "Review Text (EN),Bewertung\nso it is,1\nthat was bad,0\nsee you,1\n"},

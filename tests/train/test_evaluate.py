@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import io
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,28 @@ def test_rows_of_parquet_are_written_as_json_has_them(
         {"id": "2", "input": {"text": "a saw"}, "at": None, "day": None, "score": 2.0, "in": [], "mine": None},
     ]  # fmt: skip
     assert "left out, as JSON has no such values: raw, image, took" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ("text=Review Text", ""),
+        ("text=Review Text,label=Stars", ""),
+        ("Review Text", ""),
+        ("txt=Review Text", "unknown role of a column 'txt'. Did you mean 'text'?"),
+        (None, "unknown column 'text' in new.csv. Known: Review Text, Stars. What is read is --columns text=text"),
+    ],
+)
+def test_a_file_to_predict_may_have_other_columns(
+    columns: str | None, problem: str, run: RunFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "new.csv").write_text("Review Text,Stars\na fig,3\n")
+    if problem:
+        with pytest.raises(DeltuneError, match=re.escape(problem)):
+            prediction_inputs.inputs_from_file(tmp_path / "new.csv", run.folder, columns=columns)
+    else:
+        (row,) = prediction_inputs.inputs_from_file(tmp_path / "new.csv", run.folder, columns=columns)
+        assert row["input"] == {"text": "a fig"}
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ PAIR = {"prompt": "Say a: ", "chosen": "aaa", "rejected": "b"}
     "encoder, rows, options, answers, note",
     [
         (encode_pairs, [PAIR], {}, [("Say a: ", "aaa<|end|>", "b<|end|>")], ""),
-        (encode_pairs, [{"chosen": "Hi a", "rejected": "Hi b"}], {}, [("Hi ", "a<|end|>", "b<|end|>")], ""),
+        (encode_pairs, [{"chosen": "Hi a", "rejected": "Hi b"}], {}, [("Hi", " a<|end|>", " b<|end|>")], ""),
         (encode_pairs, [PAIR, {**PAIR, "rejected": "aaa"}], {}, None, "1 row whose two answers are the same: row 2"),
         (encode_pairs, [{**PAIR, "rejected": "aaa"}], {}, None, DeltuneError("both answers are the same")),
         (encode_pairs, [PAIR], {"max_length": 5}, None, DeltuneError("an answer is cut away.*--max-length 11")),

@@ -28,7 +28,7 @@ from deltune.cli.output import log_to_stderr
 from deltune.cli.threads import free_threads
 from deltune.errors import DeltuneError
 from deltune.models import packaged_minilm, portable_name
-from deltune.runtime.model_card import write_card
+from deltune.runtime.model_card import render_card
 from deltune.runtime.serialization import delta_metadata
 from deltune.train.metrics.intervals import difference_interval, interval, standard_error
 from deltune.train.metrics.registry import compute_scores
@@ -283,7 +283,7 @@ def test_a_model_card_escapes_once() -> None:
     method = "lora(rank=2, at='query') + layernorm(terms='gain')"
     tuned = deltune.attach(BertModel(BertConfig(**tiny.SIZES, vocab_size=9)), method)
     metadata = delta_metadata(tuned.delta(), tuned.attached.metadata_of_base(tuned.delta()))
-    card = write_card('It\'s <b> & "so" | #1', metadata, tuned.count(), "it's")
+    card = render_card('It\'s <b> & "so" | #1', metadata, tuned.count(), "it's")
     assert html.unescape(card).count(method) == 1 and "#x27" not in card
     assert '# It\'s &lt;b&gt; &amp; "so" &#124; &#35;1' in card
 

@@ -98,7 +98,7 @@ def input_candidates(model: nn.Module) -> list[dict[str, Any]]:
     return candidates
 
 
-def tower_candidates(model: nn.Module) -> list[dict[str, Any]]:
+def candidate_tower_inputs(model: nn.Module) -> list[dict[str, Any]]:
     """Return inputs of images or sounds beside text, to be tried one after another on a model of several towers."""
     accepted, config = inspect.signature(model.forward).parameters, getattr(model, "config", None)
     candidates = [c for c in input_candidates(model) if not c.keys().isdisjoint(READABLE[1:-1])]

@@ -37,7 +37,7 @@ from ..compat import (
 )
 from ..errors import DeltuneError, error_summary
 from .graph import Node, Trace, first_states
-from .inputs import input_candidates, main_input, tower_candidates
+from .inputs import candidate_tower_inputs, input_candidates, main_input
 from .skeleton import Stamp, base_modules, fill_with_zeros, structural_copy, structure_stamp
 
 
@@ -394,7 +394,7 @@ def trace_tower(model: PreTrainedModel, tower: str, between: Collection[str]) ->
     has called the modules `between` the towers, and is `stopped`.
     """
     try:
-        for on_zeros, candidate in product((False, True), tower_candidates(base_model(model))):
+        for on_zeros, candidate in product((False, True), candidate_tower_inputs(base_model(model))):
             trace = _record_as_far(model, candidate, on_zeros, tower)
             if trace is None:
                 continue

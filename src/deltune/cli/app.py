@@ -14,11 +14,11 @@ from .._version import __version__
 from ..errors import DeltuneError
 from . import model, use
 from .choose import choose
-from .output import console
+from .output import console, is_main_process
 from .probe import probe
 from .serve import serve, serve_key
 from .study import app as study
-from .train import PASS_EVERYTHING_ON, exit_with_launcher, is_main_process, train
+from .train import PASS_EVERYTHING_ON, exit_with_launcher, train
 
 app = typer.Typer(
     help="Fine-tune pretrained transformers by training few parameters. A first run: deltune quickstart",

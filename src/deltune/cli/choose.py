@@ -16,6 +16,7 @@ from .output import (
     Quiet,
     TaskOption,
     console,
+    goes_on,
     log_to_stderr,
 )
 from .threads import free_cores
@@ -67,11 +68,12 @@ def choose(
         options = {name: value for name, value in chosen.items() if value is not None}
         file = Path(space)
         expressions = [line.strip() for line in file.read_text().splitlines()] if file.is_file() else None
-        choice = choose_method(
-            model, data, output=output, budget=budget, memory=memory, minutes=minutes, mergeable=mergeable,
-            space=space if expressions is None else [line for line in expressions if line and line[0] != "#"],
-            **options, **split_settings(settings or [], "epochs=5"),
-        )  # fmt: skip
+        with goes_on(str(output)):
+            choice = choose_method(
+                model, data, output=output, budget=budget, memory=memory, minutes=minutes, mergeable=mergeable,
+                space=space if expressions is None else [line for line in expressions if line and line[0] != "#"],
+                **options, **split_settings(settings or [], "epochs=5"),
+            )  # fmt: skip
     if as_json:
         console.print_json(data=choice.as_json())
         return

@@ -179,7 +179,9 @@ def run_table(finished: FinishedRun, folder: str) -> RenderableType:
     lines = f"{method}{rate}: {trained}, {metrics.seconds:.0f} s, {outcome}\nin {folder}"
     if compared := against_probe(finished.best_metrics, finished.split):
         name, of_probe, tuned = compared
+        which = f" by {best.run}" if config.is_series else ""
         lines += f"\n{name} on {finished.split}: a linear probe of the frozen model {of_probe:.3f}, tuned {tuned:.3f}"
+        lines += which
     return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
 
 
@@ -214,24 +216,26 @@ def comparison_table(comparison: Comparison, fold: bool) -> RenderableType:
 
 def choice_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one line a candidate of `deltune choose`, without the reason why one was left out."""
-    columns = [name for name in rows[0] if name not in ("method", "left out")]
+    columns = [name for name in rows[0] if name not in ("method", "merges", "steps", "±", "seeds", "left out")]
     table = _table("method", *columns, right=len(columns))
 
-    def cell(value: Any) -> str:
+    def cell(row: Mapping[str, Any], name: str) -> str:
+        value, spread = row[name], row["±"] if name == "validation" else None
         if isinstance(value, str):
             return value
-        if isinstance(value, bool):
-            return "yes" if value else "no"
-        if isinstance(value, int):
-            return f"{value:,}"
-        return f"{value:.4g}" if isinstance(value, float) and value == value else ""  # a missing one is NA or nan
+        shown = [number for number in (value, spread) if isinstance(number, int | float) and number == number]
+        return " ± ".join(f"{number:,}" if isinstance(number, int) else f"{number:.4g}" for number in shown)
 
     for row in rows:
-        table.add_row(row["method"], *(cell(row[name]) for name in columns))
+        table.add_row(row["method"], *(cell(row, name) for name in columns))
     for column in table.columns:
         column.no_wrap, column.overflow = True, "ignore"
         column.min_width = max(len(str(text)) for text in (column.header, *column.cells))
     return table
+
+
+LONGEST_INPUT = 500
+"""Characters of an input that a table of predictions shows; --output and --json have all."""
 
 
 def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
@@ -243,7 +247,9 @@ def prediction_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
         return table
     table = _table("prediction", "score", "input")
     for row in rows:
-        table.add_row(_plain(row["prediction"]), _score(row["prediction"], row["scores"]), _plain(row["input"]))
+        text = _plain(row["input"])
+        shown = text if len(text) <= LONGEST_INPUT else f"{text[: LONGEST_INPUT - 1]}…"
+        table.add_row(_plain(row["prediction"]), _score(row["prediction"], row["scores"]), shown)
     return table
 
 

@@ -61,6 +61,22 @@ class StderrHandler(logging.Handler):
         print(self.format(record), file=sys.stderr)
 
 
+def is_main_process() -> bool:
+    """Return whether this process prints to the user; of several only rank 0 does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def goes_on(what: str) -> Iterator[None]:
+    """End with code 130 at Ctrl-C, and say that the same command goes on where this one was."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if is_main_process():
+            print(f"stopped; run the same command again and {what} goes on where it was", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
 @contextlib.contextmanager
 def log_to_stderr(quiet: bool) -> Iterator[None]:
     """Print deltune's notes and warnings on standard error, one line each, and silence those of other libraries."""

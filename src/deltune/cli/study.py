@@ -13,7 +13,7 @@ import typer
 
 from ..errors import DeltuneError, counted, error_from_problems, error_summary, unknown_name
 from ..files import user_path
-from .output import Json, Quiet, Seed, console, log_to_stderr
+from .output import Json, Quiet, Seed, console, goes_on, log_to_stderr
 
 if TYPE_CHECKING:
     from ..studies.jobs.pool import Scheduler
@@ -227,11 +227,8 @@ def run(
     done, reused, failed = 0, 0, dict[str, None]()
     with log_to_stderr(quiet), ResultStore(store) as stored, ProgressDisplay(not quiet) as bar:
         for study in requested:
-            try:
+            with goes_on("it"):
                 scheduler = run_jobs(study.jobs, stored, workers, threads, ray, retry, bar, processes if devices else 0)
-            except KeyboardInterrupt:
-                print("stopped; run the same command again and it goes on where it was", file=sys.stderr)
-                raise typer.Exit(130) from None
             done, reused = done + scheduler.done, reused + scheduler.reused
             failed |= dict.fromkeys(scheduler.failed)
             if results is not None:

@@ -33,7 +33,7 @@ from .options import (
     load_user_function,
     split_settings,
 )
-from .output import Json, Quiet, console, log_to_stderr
+from .output import Json, Quiet, console, goes_on, is_main_process, log_to_stderr
 
 if TYPE_CHECKING:
     from ..train.config import RunConfig
@@ -84,11 +84,6 @@ def launch_if_requested(count: int | None) -> int | None:
         if count is None or count == 1 or running > 1
         else launch(count, [sys.executable, "-m", "deltune", *sys.argv[1:]])
     )
-
-
-def is_main_process() -> bool:
-    """Return whether this process prints to the user; of several only rank 0 does."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def sharding_mode(requested: str | None) -> str:
@@ -293,7 +288,7 @@ def _train(
             from ..train.trainer import watch_interrupts
 
         watch_interrupts()
-        try:
+        with goes_on(str(folder)):
             return training.train(
                 config,
                 folder,
@@ -303,10 +298,6 @@ def _train(
                 sharding=sharding_mode(sharding),
                 reward=reward,
             )
-        except KeyboardInterrupt:
-            if is_main_process():
-                print(f"stopped; run the same command again and {folder} goes on where it was", file=sys.stderr)
-            raise typer.Exit(130) from None
 
 
 def _parse_options(options: Mapping[str, Any]) -> dict[str, Any]:

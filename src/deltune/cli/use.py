@@ -174,6 +174,7 @@ def predict(
             "are written with the predictions."
         ),
     ] = None,
+    columns: ColumnsOption = None,
     output: Annotated[Path | None, typer.Option(help="Where the result is written [printed; a .jsonl file].")] = None,
     base: BaseModelOption = None,
     labels: LabelsOption = None,
@@ -186,6 +187,8 @@ def predict(
 
     if bool(text) == bool(file) or (pair and not text):
         raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
+    if columns and not file:
+        raise DeltuneError("--columns are those of --file; a --text has none")
     if row_task is not None and not text:
         raise DeltuneError("--row-task is of --text; a file has a column for the task of each row")
     if output is not None and output.suffix != ".jsonl":
@@ -200,7 +203,7 @@ def predict(
         rows = (
             prediction_inputs.inputs_from_texts(text or [], pair or [], row_task, run, base)
             if file is None
-            else prediction_inputs.inputs_from_file(file, run, base)
+            else prediction_inputs.inputs_from_file(file, run, base, columns)
         )
         predictions = predict_rows(run, rows, base, listed(labels))
     if output is not None:

@@ -46,7 +46,7 @@ class _Options(BaseModel):
 
 
 class PeftOptions(_Options):
-    """The options of PEFT that decide what its tensors mean."""
+    """The fields of a PeftConfig that decide how its tensors are read."""
 
     peft_type: ShortText
     task_type: ShortText | None = None

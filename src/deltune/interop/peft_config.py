@@ -30,10 +30,10 @@ from .peft_table import (
     OTHERS,
     PROMPTS,
     TARGET_OPTIONS,
+    bias_mode,
     check_options,
     no_counterpart,
     row_of,
-    trains_biases,
 )
 
 
@@ -71,7 +71,7 @@ def method_of_config(
     tables = token_tables(anatomy, options, lambda path: path)
     terms = [] if kind == "TRAINABLE_TOKENS" else [_method(anatomy, options, unused, paths)]
     terms += [*token_method(anatomy, tables), *_whole_modules(anatomy, options)]
-    if trains_biases(options) == "all":
+    if bias_mode(options) == "all":
         biases = {t.name for t in anatomy.tensors if t.role.endswith("bias") and t.area != "head"}
         terms += whole_tensors(anatomy, biases)
     if not terms:

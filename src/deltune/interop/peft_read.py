@@ -39,7 +39,7 @@ from .base import (
     tensors_by_deltune_name,
 )
 from .peft_projections import MethodAndTensors, ProjectionReader, sites_by_path
-from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, OTHERS, PROMPTS, check_options, row_of, trains_biases
+from .peft_table import GLOBAL_PREFIX, NAME_PREFIX, OTHERS, PROMPTS, bias_mode, check_options, row_of
 
 _IA3_LEAF = "ia3_l"
 WEIGHT_FILES = ("adapter_model.safetensors", "adapter_model.bin")
@@ -86,7 +86,7 @@ def read_peft(
         paths, problems = _changed_modules(anatomy, options, unused, modules, is_leaf)
         incomplete += problems
     head = unused.take_all([t.name for t in anatomy.tensors if t.area == "head"])
-    problems = _other_embeddings(anatomy, unused, base_value, ("bias",) if trains_biases(options) else ())
+    problems = _other_embeddings(anatomy, unused, base_value, ("bias",) if bias_mode(options) else ())
     if problems:
         raise error_from_problems(str(folder.where), problems, fault="model")
     method: Method | None = None
@@ -115,7 +115,7 @@ def _separate_biases(
     unused: UnusedTensors, options: Mapping[str, Any], base_value: Callable[[str], torch.Tensor]
 ) -> None:
     """Make of the base's biases that changed modules have trained a change, or where all are, whole tensors."""
-    trained = trains_biases(options)
+    trained = bias_mode(options)
     if trained == "all":  # PEFT has the biases of a head three times, of which the first is used
         endings = (".modules_to_save.bias", ".original_module.bias")
         unused.take_all([name for name in unused.tensors if name.endswith(endings)])

@@ -186,7 +186,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 """Values of further options that change nothing of what a folder computes."""
 
 
-def trains_biases(options: Options) -> str:
+def bias_mode(options: Options) -> str:
     """Return "all" or "changed" where biases of the base are trained, in all modules or in the changed ones."""
     bias = str(options.get("bias") or "none")
     return "changed" if bias == f"{str(options['peft_type']).lower()}_only" else "" if bias == "none" else bias
@@ -569,7 +569,7 @@ def _has(options: Options, when: Options) -> bool:
 def companion_rows(row: Row, options: Options) -> list[Row]:
     """Return the rows that act beside a row, by the options."""
     rows = [r for r in row.beside if _has(options, r.when) and (r.when or options.get(r.arguments["rank"]))]
-    return [*rows, _BASE_BIAS] if trains_biases(options) == "changed" else rows
+    return [*rows, _BASE_BIAS] if bias_mode(options) == "changed" else rows
 
 
 def _kind(modification: Modification) -> tuple[type[Form], str, bool]:
@@ -612,7 +612,7 @@ def check_options(options: Options, training: bool = False) -> list[str]:
         known, only = COMMON_OPTIONS | TRAINING_ONLY_OPTIONS | other.options, other.only
     else:
         return [unknown_name("peft_type", kind, KINDS, hint=_MERGE)]
-    if row is not None and trains_biases(options) in ("", "all", "changed"):
+    if row is not None and bias_mode(options) in ("", "all", "changed"):
         known = known | {"bias"}
     if training and options.get("use_asa"):
         return [

@@ -113,7 +113,7 @@ def collect_export(attached: Attached, name: str | None = None) -> ExportedDelta
         )
     with torch.no_grad():
         values = {n: state.delta_value(delta, n).detach() for n in delta.selected if n not in delta.head}
-        values |= {n: sparse.pruned_value(state.base_value(n).detach()) for n, sparse in delta.masked_tensors()}
+        values |= {n: sparse.merged_value(state.base_value(n).detach()) for n, sparse in delta.masked_tensors()}
         full = {key: {leaf: t.detach() for leaf, t in edit.full_tensors().items()} for key, edit in delta.named_edits()}
     head = {n: state.delta_value(delta, n).detach() for n in delta.head}
     return ExportedDelta(
@@ -292,7 +292,7 @@ def _attach(
     for name_in_model, sparse in delta.masked_tensors():
         sparse.initialize(base_value(name_in_model).detach())
     _start_rows(handle, delta)
-    owned = delta.owned_tensors
+    owned = delta.owned_tensor_names
     for owned_name, value in zip(owned, attached.state.base_values(owned), strict=True):
         set_in_parameter_dict(delta.held, parameter_key(owned_name), nn.Parameter(value.detach().clone()))
     low_precision = [n for n in delta.selected if base_value(n).dtype in (torch.bfloat16, torch.float16)]
@@ -560,11 +560,11 @@ def _fill(
     check_positions(needed, numbers, where)
     parameters = delta.tensors_to_save()
     shapes: dict[str, tuple[int, ...] | None] = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
-    check_shapes(shapes | {f"base.{name}": None for name in delta.owned_tensors}, tensor_infos(numbers), where)
+    check_shapes(shapes | {f"base.{name}": None for name in delta.owned_tensor_names}, tensor_infos(numbers), where)
     filled = dict(parameters)
     with torch.no_grad():
         copy_tensors(list(parameters.values()), [numbers[name] for name in parameters])
-        owned = delta.owned_tensors
+        owned = delta.owned_tensor_names
         for name, like in zip(owned, attached.state.base_values(owned), strict=True):
             # the file's memory is unaligned, which would change the last bits of results
             value = numbers[f"base.{name}"].to(device=like.device, dtype=like.dtype, copy=True)

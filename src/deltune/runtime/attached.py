@@ -120,7 +120,7 @@ class InstalledHooks:
         if _THE_MODEL not in self._of:
             self._of[_THE_MODEL] = hooks_of_model(self.passes), set()
         anatomy = self.passes.anatomy
-        tensors = (*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors()))
+        tensors = (*delta.owned_tensor_names, *(tensor for tensor, _ in delta.masked_tensors()))
         places = {place for tensor in tensors for place in owning_modules(anatomy, tensor)}
         edited = {(path, leaf) for path, _, leaf in (tensor.rpartition(".") for tensor, _ in delta.weight_edits())}
         self._of[name] = hooks_of_delta(self.passes, delta), places | edited
@@ -527,12 +527,12 @@ class Attached:
             used = self.passes.default_assignment.used
             chosen = used.names if names is None else checked_names(names, "merge()")
             same = {*each_name(chosen)} == {*each_name(used.names)}
-            merge, labels = self.plan_merge(chosen, head or (used.head if same else None), dequantize, pooled)
+            merge, labels = self.compute_merge(chosen, head or (used.head if same else None), dequantize, pooled)
             model = self.model
             retry_if_interrupted(lambda: self._put_merged(model, merge, labels))
         return model, merge.warning
 
-    def plan_merge(
+    def compute_merge(
         self, names: Names, head: str | None, dequantize: bool = False, pooled: bool = False
     ) -> tuple[merging.MergePlan, HeadLabels]:
         """Compute what merging deltas puts into the model, which is not changed, and the labels of its head."""
@@ -549,7 +549,7 @@ class Attached:
                 "model (pooling='model') gives it up: the head then reads the class's pooler, with other outputs"
             )
         with self.whole():
-            merge = merging.plan_merge(self, list(some.values()), some.get(head or ""), dequantize)
+            merge = merging.compute_merge(self, list(some.values()), some.get(head or ""), dequantize)
         merge.check_fits_shards(self.state)
         return merge, of_head.labels or self.base_labels
 
@@ -559,7 +559,7 @@ class Attached:
         A pooling that the model's class does not have is no reason: a folder of sentence-transformers has it.
         """
         try:
-            self.plan_merge((), None, dequantize=True, pooled=True)
+            self.compute_merge((), None, dequantize=True, pooled=True)
         except DeltuneError as error:
             return str(error)
         return ""
@@ -605,7 +605,7 @@ class Attached:
     def whole(self, write: bool = False) -> contextlib.AbstractContextManager[None]:
         """Have whole tensors of the deltas inside the block, where FSDP2 has sharded them; all ranks must enter it."""
         placed = self.state.placed_delta
-        owned = () if placed is None else self.state.delta(placed).owned_tensors
+        owned = () if placed is None else self.state.delta(placed).owned_tensor_names
         return unsharded_deltas(self.model, owned, write)
 
     def contents(
@@ -623,7 +623,7 @@ class Attached:
     def tensors_to_save(self, delta: Delta) -> dict[str, torch.Tensor]:
         """All tensors of a delta on the CPU, by their names in the file; "base.NAME" are its values of the model's."""
         with torch.no_grad():
-            values = {f"base.{name}": self.state.delta_value(delta, name) for name in delta.owned_tensors}
+            values = {f"base.{name}": self.state.delta_value(delta, name) for name in delta.owned_tensor_names}
             tensors = delta.tensors_to_save() | values
             return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
 

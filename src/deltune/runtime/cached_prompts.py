@@ -72,7 +72,7 @@ def self_attention_cache(cache: Any) -> Any:
 
 
 def cached_prompt(cache: Any) -> CachedSoftPrompt | None:
-    """Return what a cache knows of the prompt whose rows it holds."""
+    """Return the record of the soft prompt whose rows a cache holds, or None."""
     known: CachedSoftPrompt | None = getattr(cache, _MARK, None)
     return known
 

@@ -34,7 +34,7 @@ from ..interop.base import (
 from ..methods.forms.base import FactorForm, check_positive
 from ..methods.forms.hidden import Bottleneck, Vector
 from ..methods.forms.low_rank import LowRank
-from ..methods.forms.mix import AttentionMix, Weights, mix_form
+from ..methods.forms.mix import AdapterFusion, Weights, mix_form
 from ..methods.forms.routed import XLoRA
 from ..methods.library import head as head_alone
 from ..methods.library import lora, xlora
@@ -237,7 +237,7 @@ def attach_tensors(
     for key, tensor in delta.tensors_to_save().items():
         if not key.startswith("partly."):
             tensor.copy_(tensors[key])
-    for key in delta.owned_tensors:
+    for key in delta.owned_tensor_names:
         base = attached.state.base_value(key)
         value = owned.get(key, base).to(base.device, base.dtype)
         set_in_parameter_dict(delta.held, parameter_key(key), nn.Parameter(value.clone()))
@@ -269,7 +269,9 @@ def _averaged(
     """Return the method of deltas that have the same, and the means of their tensors."""
     first, *others = deltas.values()
     saved = [delta.tensors_to_save() for delta in (first, *others)]
-    owned = [{n: attached.state.delta_value(d, n) for n in d.owned_tensors if n not in d.head} for d in deltas.values()]
+    owned = [
+        {n: attached.state.delta_value(d, n) for n in d.owned_tensor_names if n not in d.head} for d in deltas.values()
+    ]
     if any(delta.method != first.method or tensors.keys() != saved[0].keys() for delta, tensors in zip(
         (first, *others), saved, strict=True
     )):  # fmt: skip
@@ -320,7 +322,7 @@ def _mixed(
         form = mix_form(len(deltas), ranks[key], mixing, activation, bias=bias)
         if is_shared := any(spec.shared for spec in form.tensors(place.widths).values()):
             form = replace(form, rank=max(ranks.values()))  # what shares tensors is one term
-        if isinstance(kind, Bottleneck) and not isinstance(form, AttentionMix):
+        if isinstance(kind, Bottleneck) and not isinstance(form, AdapterFusion):
             raise DeltuneError(
                 f'mixing={mixing!r} is of changes of weights; adapters are mixed by "attention" or "fusion"'
             )
@@ -388,7 +390,7 @@ class Changes:
         self._energy = [0.0, 0.0]  # lost, and all
         every_edit = [(name, edit) for name, delta in deltas.items() for edit in delta.all_edits()]
         edits = [(n, edit) for n, edit in every_edit if f"{edit.place.target.path}.weight" not in self.unread]
-        in_place = {n for d in deltas.values() for n in (*d.owned_tensors, *(n for n, _ in d.masked_tensors()))}
+        in_place = {n for d in deltas.values() for n in (*d.owned_tensor_names, *(n for n, _ in d.masked_tensors()))}
         paths: dict[str, list[tuple[str, Edit]]] = {}
         for name, edit in edits:
             paths.setdefault(edit.place.target.path, []).append((name, edit))
@@ -404,7 +406,7 @@ class Changes:
                 left_out |= {edit for _, edit in of_path}
         self._add_changes({edit for _, edit in edits} - left_out, in_place, left_out)
         tokens = [p for d in deltas.values() for p in d.method.parts if isinstance(p, Selection) and p.tokens]
-        whole = {n for d in deltas.values() for n in d.owned_tensors}
+        whole = {n for d in deltas.values() for n in d.owned_tensor_names}
         by_row = {t.name for d in deltas.values() for t, mask in d.planned.masked if isinstance(mask, RowMask)} - whole
         every = tuple(sorted({token for part in tokens for token in part.tokens or ()}))
         rows = dict.fromkeys(replace(part, tokens=every) for part in tokens) if by_row else {}
@@ -646,7 +648,7 @@ def with_allocated_ranks(attached: Attached, delta: Delta) -> Delta:
         others = [[t for n, t in d.tensors_to_save().items() if not n.startswith("edit.")] for d in (smaller, delta)]
         for tensor, value in zip(*others, strict=True):
             tensor.copy_(value)
-        for name in smaller.owned_tensors:
+        for name in smaller.owned_tensor_names:
             value = attached.state.delta_value(delta, name).clone()
             set_in_parameter_dict(smaller.held, parameter_key(name), nn.Parameter(value))
     return smaller

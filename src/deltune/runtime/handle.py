@@ -30,7 +30,7 @@ from ..methods.spec import Method
 from . import hub, serialization
 from .attached import Attached
 from .combine import How, combine, with_allocated_ranks
-from .model_card import write_card
+from .model_card import render_card
 from .model_methods import plain_copy
 from .modules import Delta, up_projections
 from .offloading import follow_offloading
@@ -576,7 +576,7 @@ class Tuned(nn.Module):
         text = None
         if card is not None:
             title, source = card
-            text = write_card(title, metadata, self.count(name=name), source)
+            text = render_card(title, metadata, self.count(name=name), source)
         return write_once(self.model, lambda: serialization.write_delta(folder, metadata, tensors, text)), text
 
 

@@ -79,7 +79,7 @@ class HardConcreteGates(UncalledModule):
         start, stop = self.starts[number], self.starts[number + 1]
         if self.training and not self.folded:
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                self.watch_of_advance.check_advanced(self.delta)
+                self.watch_of_advance.note_trained(self.delta)
             logits = self.gate[start:stop] * PACE
             noise = torch.rand_like(logits).clamp(1e-6, 1 - 1e-6)
             z = self._gate((torch.logit(noise) + logits) / BETA)
@@ -88,10 +88,10 @@ class HardConcreteGates(UncalledModule):
                 return changed
             with_penalty: torch.Tensor = _Penalised.apply(changed, logits, self, name)
             return with_penalty
-        return self.pruned_value(name, base)
+        return self.merged_value(name, base)
 
-    def pruned_value(self, name: str, base: torch.Tensor) -> torch.Tensor:
-        """Return the tensor `name` with the entries of its difference that are kept, in any mode."""
+    def merged_value(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        """Return the tensor `name` with the kept entries of its change added, in training and evaluation alike."""
         if torch.compiler.is_exporting():
             raise DeltuneError(
                 "a learned mask (sparsity=...) cannot be exported by torch.export or torch.onnx, since the scalars it "
@@ -153,8 +153,8 @@ class GatedDifference:
     def apply_to_parameter(self, base: torch.Tensor) -> torch.Tensor:
         return self.gates.apply_to_parameter(self.name, base)
 
-    def pruned_value(self, base: torch.Tensor) -> torch.Tensor:
-        return self.gates.pruned_value(self.name, base)
+    def merged_value(self, base: torch.Tensor) -> torch.Tensor:
+        return self.gates.merged_value(self.name, base)
 
 
 class _Penalised(torch.autograd.Function):

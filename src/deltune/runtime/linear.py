@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..compat import find_onednn_linear, instance_forward, is_mapped, runs_plainly, set_instance_forward
+from ..compat import find_onednn_linear, instance_forward, is_vmapped, runs_plainly, set_instance_forward
 from ..errors import DeltuneError, check_booleans
 
 LinearBackend = Literal["torch", "onednn"]
@@ -61,7 +61,7 @@ class LinearForward:
 
     @staticmethod
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a layer: the replaced one, or a twin of it with other tensors."""
+        """Run the forward pass of the layer that this replaces, or of a copy of it with other tensors."""
         output = None
         if len(args) == 1 and not kwargs:
             weight = module.weight if isinstance(module, nn.Linear) else module.weight.t()
@@ -79,7 +79,7 @@ def linear_forward(module: nn.Module) -> LinearForward | None:
 def _is_plain(tensor: Any) -> bool:
     """Whether a tensor is an ordinary one of float32 on a CPU."""
     plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.dtype is torch.float32
-    return plain and tensor.device.type == "cpu" and tensor.layout is torch.strided and not is_mapped(tensor)
+    return plain and tensor.device.type == "cpu" and tensor.layout is torch.strided and not is_vmapped(tensor)
 
 
 def _product(x: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:

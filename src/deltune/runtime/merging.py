@@ -79,7 +79,7 @@ class MergePlan:
         forget_quantization(model)
 
 
-def plan_merge(source: MergeSource, deltas: Sequence[Delta], head: Delta | None, dequantize: bool) -> MergePlan:
+def compute_merge(source: MergeSource, deltas: Sequence[Delta], head: Delta | None, dequantize: bool) -> MergePlan:
     """Compute what merging deltas puts into the model, which is not changed."""
     weights = merged_weights(source, deltas, head)
     modules = _quantized_linears(source)
@@ -119,9 +119,9 @@ def merged_weights(
         for delta in deltas:
             replaced: dict[str, torch.Tensor] = {}
             replaced |= {
-                n: state.delta_value(delta, n) for n in delta.owned_tensors if delta is head or n not in delta.head
+                n: state.delta_value(delta, n) for n in delta.owned_tensor_names if delta is head or n not in delta.head
             }
-            replaced |= {n: part.pruned_value(state.base_value(n)) for n, part in delta.masked_tensors()}
+            replaced |= {n: part.merged_value(state.base_value(n)) for n, part in delta.masked_tensors()}
             for name, value in replaced.items():
                 values[name] = (values[name] + (value - base_value(name)) if name in values else value).detach()
         for name, edit in (pair for delta in deltas for pair in delta.weight_edits() if pair[1] not in left_out):
@@ -145,7 +145,9 @@ def merged_weights(
     if reasons:
         methods = " + ".join(repr(delta.method) for delta in deltas)
         once = [reason.removeprefix(methods).lstrip(": ") for reason in reasons]
-        raise error_from_problems(f"{methods} cannot be merged into the weights", once)
+        raise error_from_problems(
+            f"{methods} cannot be merged into the weights; it can be loaded and served as it is", once
+        )
     return values
 
 

@@ -58,7 +58,7 @@ def hub_id_of_base(base: Mapping[str, Any]) -> str | None:
         return None
 
 
-def write_card(title: str, metadata: Mapping[str, Any], count: Count, source: str) -> str:
+def render_card(title: str, metadata: Mapping[str, Any], count: Count, source: str) -> str:
     """Return the model card of a delta."""
     from huggingface_hub import ModelCardData
 

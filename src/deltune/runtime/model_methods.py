@@ -143,7 +143,7 @@ class SavePretrained(ModelMethod):
         with self.passes.exclusive("save_pretrained"):
             try:
                 if names:
-                    merge, labels = handle.attached.plan_merge(names, used.head)
+                    merge, labels = handle.attached.compute_merge(names, used.head)
                     if merge.quantized:
                         raise DeltuneError("weights of its base are quantised: tuned.merge(dequantize=True) first")
                     values = merge.weights
@@ -234,7 +234,7 @@ class LoadStateDict(ModelMethod):
     def _refuse_ambiguous(self) -> None:
         """Raise an error if deltas have their own values for tensors of this part of the model."""
         state, inside = self.passes.state, {module for _, module in base_modules(self.model)}
-        owned = {owned: name for name in state.deltas for owned in state.delta(name).owned_tensors}
+        owned = {owned: name for name in state.deltas for owned in state.delta(name).owned_tensor_names}
         if tensors := [tensor for tensor in owned if any(module in inside for module, _ in state.slots[tensor])]:
             raise DeltuneError(
                 f"load_state_dict of {self.path}: delta {owned[tensors[0]]!r} has its own values for {tensors[0]}, and "

@@ -116,7 +116,7 @@ class ModelState:
         with self.mutex:
             placed = [
                 self._parameter_in_slot(name)
-                for name in delta.owned_tensors
+                for name in delta.owned_tensor_names
                 if parameter_key(name) not in parameters_of_dict(delta.held)
             ]
             return [*delta.parameters(), *placed]
@@ -125,7 +125,7 @@ class ModelState:
         """The delta whose tensors were in the model's slots when a state dict was made, or None."""
         displaced = {key.removeprefix(_BASE) for key in state_dict if key.startswith(_BASE)}
         keys_of_deltas = {
-            name: {parameter_key(owned) for owned in self.delta(name).owned_tensors} for name in self.deltas
+            name: {parameter_key(owned) for owned in self.delta(name).owned_tensor_names} for name in self.deltas
         }
         placed = [
             n
@@ -137,7 +137,7 @@ class ModelState:
     def with_base_in_place(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Return a state dict with the base's tensors under the model's own names, as when no delta is in use."""
         result, name = dict(state_dict), self.placed_delta_in(state_dict)
-        for owned in self.delta(name).owned_tensors if name is not None else ():
+        for owned in self.delta(name).owned_tensor_names if name is not None else ():
             key = parameter_key(owned)
             base = result.pop(_BASE + key)
             result[_held_keys(name or "", [key]).pop()] = result[owned]
@@ -157,7 +157,7 @@ class ModelState:
     def check_slots(self, name: str | None) -> None:
         """Check that the tensors of a delta, or of none, can be put into the model's slots."""
         if self.placed_delta != name:
-            incoming = self.delta(name).owned_tensors if name is not None else ()
+            incoming = self.delta(name).owned_tensor_names if name is not None else ()
             for tensor in (*incoming, *(name_from_parameter_key(key) for key in parameters_of_dict(self.base))):
                 self._parameter_in_slot(tensor)
 
@@ -220,10 +220,12 @@ class ModelState:
         others = [self.delta(other) for other in placed if other is not None and other != name and other in self.deltas]
         self.placed_delta = _MOVING
         for delta in others:
-            for owned in delta.owned_tensors:
+            for owned in delta.owned_tensor_names:
                 if parameter_key(owned) not in parameters_of_dict(delta.held):
                     set_in_parameter_dict(delta.held, parameter_key(owned), self._parameter_in_slot(owned))
-        incoming = {} if name is None else {parameter_key(owned): owned for owned in self.delta(name).owned_tensors}
+        incoming = (
+            {} if name is None else {parameter_key(owned): owned for owned in self.delta(name).owned_tensor_names}
+        )
         for key in [key for key in parameters_of_dict(self.base) if key not in incoming]:
             self.set_parameter(name_from_parameter_key(key), parameters_of_dict(self.base)[key])
             delete_from_parameter_dict(self.base, key)
@@ -274,7 +276,7 @@ class ModelState:
         """The parameters of a delta by their names in it, wherever they are at the moment."""
         with self.locked():
             parameters = dict(delta.named_parameters())
-            for owned in delta.owned_tensors:
+            for owned in delta.owned_tensor_names:
                 name = f"held.{parameter_key(owned)}"
                 if name not in parameters:
                     parameters[name] = self._parameter_in_slot(owned)

@@ -60,8 +60,8 @@ class SparseParameter(UncalledModule):
         """Return `base` with the trained values in their positions."""
         return base.reshape(-1).index_copy(0, self.index, self.values.to(base.dtype)).view(self.shape)
 
-    def pruned_value(self, base: torch.Tensor) -> torch.Tensor:
-        """Return the same as `apply_to_parameter`: it does not depend on the training mode."""
+    def merged_value(self, base: torch.Tensor) -> torch.Tensor:
+        """Return the tensor with its change added, as merging writes it: `apply_to_parameter` in any mode."""
         return self.apply_to_parameter(base)
 
 
@@ -651,7 +651,7 @@ class Delta(nn.Module):
         return tuple(self.trained.get("tasks") or map(str, range(count))) if count > 1 else ()
 
     @property
-    def owned_tensors(self) -> tuple[str, ...]:
+    def owned_tensor_names(self) -> tuple[str, ...]:
         """Names of the model's tensors that this delta has values of its own for."""
         return tuple(dict.fromkeys((*self.selected, *self.head)))
 

@@ -28,7 +28,7 @@ _PADS_PROMPTS: weakref.WeakKeyDictionary[PreTrainedModel, bool] = weakref.WeakKe
 
 
 def padding_side(model: PreTrainedModel) -> Side | None:
-    """Return the side on which padding leaves a model's answers as they are, whatever side its tokenizer pads on.
+    """Return the side to pad on so that a model's outputs do not change, whatever its tokenizer's default.
 
     Nearly all models have the right one: they mask padding, and a decoder's tokens do not attend to what follows. On
     the left a decoder counts positions from the first column unless it is told them. XLNet's classifier reads the last

@@ -242,7 +242,7 @@ def retry_if_interrupted(change: Callable[[], T]) -> T:
 
 
 class PassManager:
-    """The forward passes of one tuned model. Hooks ask it which delta each row uses."""
+    """Tells the hooks of one tuned model which delta each row of the current forward pass uses."""
 
     def __init__(
         self, model: PreTrainedModel, anatomy: Anatomy, state: ModelState, default_assignment: RowAssignment

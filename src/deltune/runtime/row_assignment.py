@@ -491,7 +491,7 @@ class DeltaCache:
     def facts_of(self, name: str) -> DeltaFacts:
         delta, anatomy = self.state.delta(name), self.anatomy
         if delta not in self._of:
-            names = {*delta.owned_tensors, *(tensor for tensor, _ in delta.masked_tensors())}
+            names = {*delta.owned_tensor_names, *(tensor for tensor, _ in delta.masked_tensors())}
             by_token = {tensor.name for tensor, mask in delta.planned.masked if isinstance(mask, RowMask)}
             shared = tuple(
                 t.name
@@ -559,7 +559,7 @@ def _together(
     for name in some:
         delta = deltas[name]
         of_head = {place for tensor in delta.head for place in state.slots[tensor]}
-        directly = [t for t in delta.owned_tensors if t not in delta.head and anatomy.tensor(t).read_without_call]
+        directly = [t for t in delta.owned_tensor_names if t not in delta.head and anatomy.tensor(t).read_without_call]
         if directly:
             problems.append(
                 f"{name!r} ({delta.method!r}) trains {first_names(directly, 2)}, which the model reads directly and "
@@ -641,7 +641,7 @@ def _changes_of(state: ModelState, delta: Delta) -> dict[tuple[nn.Module, str], 
 def _overrides_of(state: ModelState, delta: Delta) -> dict[nn.Module, TensorGetters]:
     """The delta's own values of the model's tensors, by the modules that hold them."""
     overrides: dict[nn.Module, dict[str, Callable[[], torch.Tensor]]] = {}
-    for name in delta.owned_tensors:
+    for name in delta.owned_tensor_names:
         for module, leaf in state.slots[name]:
             overrides.setdefault(module, {})[leaf] = partial(state.delta_value, delta, name)
     for (module, leaf), (name, changes) in _changes_of(state, delta).items():

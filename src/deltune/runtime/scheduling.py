@@ -26,8 +26,8 @@ class AdvanceWatch:
         self.advanced = False
         self.version: int | None = None
 
-    def check_advanced(self, parameter: torch.Tensor) -> None:
-        """Take note that a parameter trains, whose version an optimizer raises."""
+    def note_trained(self, parameter: torch.Tensor) -> None:
+        """Note that a parameter is trained, and warn if an optimizer changed it without `advance`."""
         version = tensor_version(parameter)
         if not self.advanced and self.version not in (None, version):
             self.advanced = True  # it is said once here, and by `save` again
@@ -48,7 +48,7 @@ class _PenaltyGradient:
         self.state.trained = True
         first = next(iter(self.state.parameters_at(0).items()))
         if key == (0, first[0]):
-            self.state.watch_of_advance.check_advanced(first[1])
+            self.state.watch_of_advance.note_trained(first[1])
         if key in self.state.missing:
             self.state.missing.discard(key)
             gradient = gradient + self.state.penalty_gradient(*key)

@@ -60,7 +60,7 @@ def two_layers(edit: Edit) -> TwoLayers | None:
     return edit.form.two_layers(edit.tensors())
 
 
-def can_stack(edits: Sequence[Edit]) -> bool:
+def is_stackable(edits: Sequence[Edit]) -> bool:
     """Whether the edits of one delta at one tensor can be part of a stack."""
     stages = [_stage(edit) for edit in edits]
     return stages == sorted(stages) and _OTHER not in stages and stages.count(_LATE_ADDITION) <= 1
@@ -161,7 +161,7 @@ class StackedEdits:
     def __init__(
         self, place: tuple[str, str], edits: Mapping[DeltaRows, Sequence[Edit]], cache: AssignmentCache
     ) -> None:
-        chains = {group: tuple(some) for group, some in edits.items() if can_stack(some)}
+        chains = {group: tuple(some) for group, some in edits.items() if is_stackable(some)}
         self.place, self.cache, self.groups = place, cache, tuple(chains)
         self.edits = {group.deltas: some for group, some in chains.items()}
         self.all_edits = {edit for some in chains.values() for edit in some}

@@ -353,7 +353,7 @@ class _Search:
         except DeltuneError as error:
             return [Candidate(method, math.nan, scalars, dropped=str(error))]
         seconds = self._predicted(cost, final=True)
-        facts = f"{counted(scalars, 'scalar')}, {seconds / 60:.1f} minutes a run, {format_bytes(cost.peak_bytes)}"
+        facts = f"{counted(scalars, 'scalar')}, {_duration(seconds)} a run, {format_bytes(cost.peak_bytes)}"
         logger.info("measured %s: %s", method, facts)
         needed = max(FINALISTS * seconds / (1 - SEARCH_SHARE), FINALISTS * seconds + self.seconds) / 60
         why = ""
@@ -362,7 +362,8 @@ class _Search:
         elif self.mergeable and cost.why_unmerged:
             why = f"it cannot be merged ({cost.why_unmerged})"
         elif self.minutes is not None and needed > self.minutes:
-            why = f"a run takes {seconds / 60:.1f} minutes; give {math.ceil(needed)} minutes, or fewer epochs or rows"
+            enough = counted(math.ceil(needed), "minute")
+            why = f"a run takes {_duration(seconds)}; give {enough}, or fewer epochs or rows"
         if why:
             return [Candidate(method, math.nan, scalars, cost, why)]
         rates = [cost.rate, *(float(f"{cost.rate * factor:.2g}") for factor in self.factors if factor != 1)]
@@ -455,8 +456,8 @@ class _Search:
         """Train the candidates, the defaults first; the pruner stops those that fall behind."""
         costs = sorted((one.cost for one in kept.values() if one.cost), key=run_seconds)
         self.longest, self.setup = costs[-FINALISTS:], min(cost.setup_seconds for cost in costs)
-        minutes = run_seconds(costs[-1]) / 60
-        logger.info("%s; a whole run takes %.1f minutes at most", counted(len(kept), "candidate"), minutes)
+        longest = _duration(run_seconds(costs[-1]))
+        logger.info("%s; a whole run takes %s at most", counted(len(kept), "candidate"), longest)
         self._share(self.study, lambda trial, name: self._train(trial, kept[name]), self._time_is_up)
         if untried := [one.user_attrs["candidate"] for one in self.study.get_trials(states=(TrialState.WAITING,))]:
             logger.info("the time of the search is up; not tried: %s", ", ".join(untried))
@@ -512,7 +513,7 @@ class _Search:
         done = sum(trial.state.is_finished() for trial in self.study.trials) + 1
         limit = math.inf if self.minutes is None else max(0.0, SEARCH_SHARE * 60 * self.minutes - self.seconds)
         left = min(waiting * self.seconds / done, limit)
-        return f" ({counted(waiting, 'candidate')} left, about {left / 60:.1f} minutes)" if waiting else ""
+        return f" ({counted(waiting, 'candidate')} left, about {_duration(left)})" if waiting else ""
 
     def _finals(self, kept: Mapping[str, Candidate]) -> list[Candidate]:
         """Train the best two on all rows, under each seed that the time allows, and return them."""
@@ -632,16 +633,28 @@ class _Search:
 
 @contextlib.contextmanager
 def _quiet_runs() -> Iterator[None]:
-    """Leave what each run says of itself to the run's own folder; warnings are shown."""
+    """Leave what each run says of itself to the run's own folder; warnings are shown, each once."""
     runs = logging.getLogger("deltune")
-    level, mine = runs.level, logger.level
+    level, mine, shown = runs.level, logger.level, set[str]()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        text, known = record.getMessage(), len(shown)
+        shown.add(text)
+        return len(shown) > known
+
     logger.setLevel(runs.getEffectiveLevel())
     runs.setLevel(logging.WARNING)
+    runs.addFilter(is_new)
     try:
         yield
     finally:
+        runs.removeFilter(is_new)
         runs.setLevel(level)
         logger.setLevel(mine)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else counted(math.ceil(seconds), "second")
 
 
 def _eighth(steps: int) -> int:
@@ -714,9 +727,10 @@ def _advice(candidates: Sequence[Candidate], finalists: Sequence[Candidate], met
             first.setdefault(one.method, []).append(one.rungs[min(one.rungs)])
     by_rate = [max(values) - min(values) for values in first.values() if len(values) > 1]
     by_method = [max(values) for values in first.values()]
-    parts = [f"the rate decided {statistics.fmean(by_rate):.3f}"] if by_rate else []
-    parts += [f"the method {max(by_method) - min(by_method):.3f}"] if len(by_method) > 1 else []
-    text = f"after an eighth of the steps {' and '.join(parts)} of {metric}; " if parts else ""
+    shares = [("rate", statistics.fmean(by_rate))] if by_rate else []
+    shares += [("method", max(by_method) - min(by_method))] if len(by_method) > 1 else []
+    parts = [f"the {name} decided {value:.3f} of {metric}" for name, value in shares]
+    text = f"after an eighth of the steps {' and '.join(parts)}; " if parts else ""
     if decided:
         text += "decided: the winner's interval over the seeds is apart from the other finalist's"
     elif len(finalists) == 1:

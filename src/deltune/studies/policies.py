@@ -62,9 +62,9 @@ class Grid:
 
     def ranked(self, runs: Sequence[RunKey], until: float = math.inf) -> list[RunKey]:
         """Return runs by their best validation in their first steps, the best first."""
-        return sorted(runs, key=lambda run: -self.validated(run, until)[1])
+        return sorted(runs, key=lambda run: -self.validation_at(run, until)[1])
 
-    def validated(self, run: RunKey, until: float = math.inf) -> tuple[int, float]:
+    def validation_at(self, run: RunKey, until: float = math.inf) -> tuple[int, float]:
         """Return the first validation at a number of steps or behind it, or the last, with the best score so far."""
         return next((point for point in self.curves[run] if point[0] >= until), self.curves[run][-1])
 
@@ -99,7 +99,7 @@ def successive_halving(eta: int) -> Policy:
     def play(grid: Grid, number: int) -> Picked:
         left, taken = grid.random().sample(grid.runs, number), dict[RunKey, int]()
         for end in ends:
-            taken |= {run: grid.validated(run, end * grid.steps)[0] for run in left}
+            taken |= {run: grid.validation_at(run, end * grid.steps)[0] for run in left}
             left = grid.ranked(left, end * grid.steps)[: max(1, len(left) // eta) if end < 1 else 1]
         return left[0], sum(taken.values())
 
@@ -138,7 +138,7 @@ def chosen_from(methods: Sequence[str]) -> Policy:
         order = sorted(FIRST, key=lambda rate: rate != grid.default_rate)
         runs = [*((one, order[0]) for one in methods), *((one, rate) for one in methods for rate in order[1:])]
         done = {run: _tried(search, search.ask(), grid.curves[run]) for run in runs}
-        return max(done, key=lambda run: (done[run], grid.validated(run, done[run])[1])), sum(done.values())
+        return max(done, key=lambda run: (done[run], grid.validation_at(run, done[run])[1])), sum(done.values())
 
     return choose
 

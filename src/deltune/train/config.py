@@ -31,7 +31,7 @@ from ..methods.spec import explicit_expression
 from ..models import Pooling, Quantization
 from ..runtime.linear import LinearBackend
 from .data.columns import TASK_COLUMNS, LossOn
-from .data.loading import mixture
+from .data.loading import mixture_weights
 from .metrics.registry import METRICS, option_problems
 from .presets import (
     DEFAULT,
@@ -77,7 +77,7 @@ class RunSection(Section):
     def _make_absolute(cls, value: str | None) -> str | None:
         if value is None or value == "minilm":
             return value
-        if weights := mixture(value):
+        if weights := mixture_weights(value):
             return ",".join(f"{cls._make_absolute(name)}={weight:g}" for name, weight in weights.items())
         try:
             path = user_path(value)

@@ -394,7 +394,7 @@ def evaluate(
             raise DeltuneError(f"{run} was trained on {config.data.source}, which is no known task; give --data")
         config = config.replace(data_root=data_root)
     source = config.data.source or ""
-    is_file = any(Path(name).is_file() for name in loading.mixture(source) or (source,))
+    is_file = any(Path(name).is_file() for name in loading.mixture_weights(source) or (source,))
     own_file = data is None and other is None and is_file  # it is split by the seed
     loaded = load_run(run, base, labels=labels)
     if data is None and other is None and folder.data.kind == "preference":

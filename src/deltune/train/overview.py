@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ import transformers
 from ..anatomy.inspection import inspect
 from ..anatomy.skeleton import fill_with_zeros
 from ..anatomy.tracing import meta_model
-from ..errors import DeltuneError, counted, first_names, number_range
+from ..errors import DeltuneError, counted, excerpt, first_names, number_range, word_list
 from ..models import HEADS, load_config
 from .config import RunConfig
 from .data.columns import INPUT_TYPES, TASK_COLUMNS, is_blank
@@ -26,7 +27,7 @@ from .progress import ProgressDisplay
 from .setup import fit_lengths, length_limits, load_task_data, load_task_tokenizer, task_kind_for
 from .tasks.base import TaskKind, TaskOptions
 from .tasks.chat import CHAT, check_lengths, notes, with_one_template
-from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row, not_causal
+from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row, not_causal_error
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -151,7 +152,7 @@ def _encode(
     except DeltuneError as error:
         refusals.append(error)
     if kind.head == "causal-lm" and not any(stack.causal for stack in inspect(model).stacks):
-        refusals.append(not_causal(model))
+        refusals.append(not_causal_error(model))
     for split, rows in encoded.items() if kind is CHAT else ():
         try:
             check_lengths(rows, split, limits.max_length, config.data.max_cut)
@@ -187,6 +188,7 @@ def data_notes(data: TaskData) -> list[str]:
         lines.append(f"numbers from {numbers.min():g} to {numbers.max():g}, mean {numbers.mean():.4g}")
     elif data.kind == "classification" and len(data.labels) > 2 and all(map(str.isdigit, data.labels)):
         lines.append("the labels are whole numbers, each a class; --task regression predicts them as numbers")
+    lines += doubtful_labels(data.labels) if data.kind in ("classification", "multilabel") else []
     roles = [c.role for c in TASK_COLUMNS[data.kind] if c.role in names]
     inputs = [role for role in roles if role in INPUT_TYPES]
     known = None
@@ -201,6 +203,24 @@ def data_notes(data: TaskData) -> list[str]:
             lines.append(f"{counted(shared, 'row')} of {split} also in train")
         if inputs and len(inputs) < len(roles):  # conversations have notes of their own (`data.formats`)
             lines += _repetition_notes(split, *count_repetitions(both, texts, answers))
+    return lines
+
+
+def doubtful_labels(labels: Sequence[str]) -> list[str]:
+    """Return which labels look like mistakes of a file: two spellings of one, numbers beside words, a missing value."""
+    spellings: dict[str, list[str]] = {}
+    for label in labels:
+        spellings.setdefault(" ".join(label.split()).casefold(), []).append(label)
+    lines = [
+        f"the labels {word_list(list(map(excerpt, same)))} differ in case or blanks alone, and each is a class"
+        for same in spellings.values()
+        if len(same) > 1
+    ]
+    numbers = [label for label in labels if label.isdigit()]
+    if numbers and (words := [label for label in labels if not re.search(r"\d", label)]):
+        lines.append(f"some labels are numbers and others words, such as {excerpt(numbers[0])} and {excerpt(words[0])}")
+    missing = [label for label in labels if label.strip().casefold() in ("nan", "null", "n/a", "na")]
+    lines += [f"the label {excerpt(label)} is a class; leave rows out that have no label" for label in missing]
     return lines
 
 

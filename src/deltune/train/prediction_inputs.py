@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config import split_commas
 from ..errors import DeltuneError, error_from_problems, first_names, unknown_name, word_list
 from ..files import explain_write_errors, user_path, write_jsonl
-from .data.columns import INPUT_TYPES, TASK_COLUMNS, TYPE_DESCRIPTIONS, value_fits
+from .data.columns import INPUT_TYPES, TASK_COLUMNS, TYPE_DESCRIPTIONS, columns_option, value_fits
 from .data.readers import (
     STDIN,
     UnreadableFileError,
@@ -108,25 +109,38 @@ ANSWER_FIELDS = ("input", "prediction", "scores")
 """The fields that an answer adds to its row of a file."""
 
 
-def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dict[str, Any]]:
-    """Read inputs from a file, each with its id and with the columns of its row that are not read."""
+def inputs_from_file(
+    path: Path, run: Path, base: str | None = None, columns: str | None = None
+) -> list[dict[str, Any]]:
+    """Read inputs from a file, each with its id and with the columns of its row that are not read.
+
+    `columns` names those that are read, such as "text=a", as in the data of a run [by default as the run does].
+    """
     path = path if path == STDIN else user_path(path, "file")
     if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
         return _inputs_from_lines(path)
     table = read_rows(path)
-    run_dir = open_run(run, base, pairs="pair" in table.columns, models=True)
-    columns = input_columns(run_dir.data.kind, run_dir)
-    if (sentence := run_dir.data.columns.get("sentence")) in table.columns:
-        columns = {"sentence": str(sentence), **columns}
+    pairs = split_commas(columns or "")
+    run_dir = open_run(run, base, pairs="pair" in (*table.columns, *pairs), models=True)
+    by_role = input_columns(run_dir.data.kind, run_dir)
+    sentence = run_dir.data.columns.get("sentence")
+    if sentence in table.columns or (sentence and "sentence" in pairs):
+        by_role = {"sentence": str(sentence), **by_role}
+    answers = [c.role for c in TASK_COLUMNS[run_dir.data.kind] if c.role not in by_role]
+    named = pairs if isinstance(pairs, Mapping) else dict(zip(by_role, pairs, strict=False))
+    if wrong := [unknown_name("role of a column", r, by_role) for r in named if r not in (*by_role, *answers)]:
+        raise error_from_problems("--columns", wrong)
+    by_role |= {role: column for role, column in named.items() if role in by_role}
     missing = [
         unknown_name("column", column, table.columns, where=path.name)
-        for column in columns.values()
+        for column in by_role.values()
         if column not in table.columns
     ]
     if missing:
-        raise DeltuneError(f"{' '.join(missing)} The run reads these names: rename the columns of the file")
-    read = word_list([f"{column} ({role})" for role, column in columns.items()])
-    unread = [c for c in table.columns if c not in columns.values()]
+        option = columns_option(by_role)
+        raise DeltuneError(f"{' '.join(missing)} What is read is {option}: give the names of this file in the same way")
+    read = word_list([f"{column} ({role})" for role, column in by_role.items()])
+    unread = [c for c in table.columns if c not in by_role.values()]
     replaced = [c for c in unread if c in ANSWER_FIELDS or (c == "id" and not table.has_ids)]
     no_json = [c for c in unread if c in table.rows.no_json and c not in (*replaced, "id")]
     others = [c for c in unread if c not in (*replaced, *no_json, "id")]
@@ -135,19 +149,19 @@ def inputs_from_file(path: Path, run: Path, base: str | None = None) -> list[dic
         "left out, as the result has its own": replaced,
         "left out, as JSON has no such values": no_json,
     }
-    if "sentence" in columns:
+    if "sentence" in by_role:
         fates, others = {"left out, as a row of the result is a sentence": [c for c in unread if c != "id"]}, []
     listed = "".join(f"; {fate}: {first_names(names, 5)}" for fate, names in fates.items() if names)
     logger.info("%s: columns that are read: %s%s", path.name, read, listed)
-    if "sentence" in columns:
+    if "sentence" in by_role:
         problems: list[str] = []
-        table, columns = join_words(table, columns, problems), {"tokens": "tokens"}
+        table, by_role = join_words(table, by_role, problems), {"tokens": "tokens"}
         if problems:
             raise error_from_problems(str(path), problems)
     inputs = []
     for name, (line, row) in zip(table.row_ids(), table.rows, strict=True):
-        value = _by_role({role: row.get(column) for role, column in columns.items()}, list(columns), run_dir)
-        for role, column in columns.items():
+        value = _by_role({role: row.get(column) for role, column in by_role.items()}, list(by_role), run_dir)
+        for role, column in by_role.items():
             if not value_fits(INPUT_TYPES[role], value[role]):
                 raise DeltuneError(
                     f"{table.location(line)}: column {column!r} must be {TYPE_DESCRIPTIONS[INPUT_TYPES[role]]}"

@@ -526,7 +526,8 @@ def _begin_with_delta(tuned: Tuned, start: RunFolder, labels: Sequence[str]) -> 
     keeps_head = tuple(name for _, name in before.id2label) == tuple(labels) or not labels
     heads = {f"base.{name}" for name in delta.head}
     trained, numbers = (
-        one.tensors_to_save() | {f"base.{name}": attached.state.delta_value(one, name) for name in one.owned_tensors}
+        one.tensors_to_save()
+        | {f"base.{name}": attached.state.delta_value(one, name) for name in one.owned_tensor_names}
         for one in (delta, saved)
     )
     begun = {name: tensor for name, tensor in trained.items() if keeps_head or name not in heads}

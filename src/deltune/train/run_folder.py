@@ -133,8 +133,10 @@ class RunFolder:
                 )
             with explain_write_errors(self.folder):
                 names = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
+            best = RunFolder(self.folder / "best")  # of `deltune choose`
+            todo = f". The run that was chosen is {best.folder}" if best.exists else ""
             raise DeltuneError(
-                f"{self.folder} is not a RUN folder: spec.yaml is missing (it holds {names or 'nothing'})"
+                f"{self.folder} is not a RUN folder: spec.yaml is missing (it holds {names or 'nothing'}){todo}"
             )
         config = read_config(self.spec_file)
         return config if self.base is None else config.replace(model=self.base)

@@ -427,7 +427,7 @@ class ModelCache:
 
     def data(self, source: str, columns: Any, labels: Any, samples: Any, seed: int, **options: Any) -> TaskData:
         """Return a data set, as `data.loading.load_data` does with the same arguments."""
-        drawn = seed if samples or loading.mixture(source) or Path(source).is_file() else None
+        drawn = seed if samples or loading.mixture_weights(source) or Path(source).is_file() else None
         key = repr((source, columns, labels, samples, drawn, options))
         if key not in self._data:
             self.read["data"] += 1

@@ -57,7 +57,7 @@ class Mix(FactorForm):
         self.start(tensors)
 
     def start(self, tensors: Tensors) -> None:
-        """Set what is not of the products."""
+        """Initialise the tensors other than the low-rank factors."""
         tensors["weights"].fill_(0.0 if self.softmax else 1 / self.number)
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ class Mix(FactorForm):
 
 
 @dataclass(frozen=True, repr=False)
-class AttentionMix(Form):
+class AdapterFusion(Form):
     """Changes that are not trained, weighted for each token by attention (AdapterFusion, Pfeiffer et al. 2021).
 
     Δh = V Σ_i softmax_i((Q u) · (K Δh_i)) Δh_i with Δh_i = B_i f(A_i u + a_i) + b_i; products have no f, a_i and b_i.
@@ -117,7 +117,7 @@ class AttentionMix(Form):
         self.start(tensors)
 
     def start(self, tensors: Tensors) -> None:
-        """Set what is not of the products."""
+        """Initialise the tensors other than the low-rank factors."""
         kaiming_(tensors["query"])
         tensors["key"].zero_()
         if self.values:
@@ -194,7 +194,7 @@ Weights = Literal["scalar", "softmax", "attention", "fusion", "arrow", "xlora"]
 
 def mix_form(
     number: int, rank: int, mixing: Weights | str, activation: str = "identity", *, bias: bool = False
-) -> Mix | AttentionMix | Arrow | XLoRA:
+) -> Mix | AdapterFusion | Arrow | XLoRA:
     """Return the form that mixes so many changes by weights of a kind; an activation or a bias needs attention.
 
     Args:
@@ -214,4 +214,4 @@ def mix_form(
     if mixing in ("scalar", "softmax"):
         return Mix(number, rank, softmax=mixing == "softmax")
     whole = mixing == "fusion"
-    return AttentionMix(number, rank, None if whole else 16, activation, bias=bias, values=whole)
+    return AdapterFusion(number, rank, None if whole else 16, activation, bias=bias, values=whole)

@@ -191,7 +191,7 @@ def close_gaps(cache: Cache, middle: int, before: Sequence[int], after: Sequence
     return made
 
 
-def row_of(cache: Cache, row: int, length: int) -> States:
+def copy_row_end(cache: Cache, row: int, length: int) -> States:
     """Return copies of the last columns of one row, layer by layer."""
     copies: States = []
     for layer in _layers(cache):

@@ -17,7 +17,7 @@ import torch
 
 from ...templates import Tokens
 from .backbone import Backbone
-from .cache import columns, row_of, set_columns
+from .cache import columns, copy_row_end, set_columns
 from .encoding import LaneContext, answer_of, not_finite
 from .jobs import Job, RequestEncoder
 from .prompt_cache import PromptCache
@@ -272,7 +272,7 @@ class GenerationLane:
         for number, row in enumerate(batch.rows):
             if batch.cross is None and cache.wants(row.job.owner, row.loaded, row.before):
                 length = row.length + row.loaded.prompt_length
-                cache.keep(row.job.owner, row.loaded, row.before, row_of(batch.cache, number, length))
+                cache.keep(row.job.owner, row.loaded, row.before, copy_row_end(batch.cache, number, length))
 
     def _step(self, batch: RunningBatch) -> list[RunningBatch]:
         """Give every row of a batch its next token; if that fails, each row alone."""

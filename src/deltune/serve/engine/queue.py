@@ -250,7 +250,7 @@ class Admission:
                 del self.queued[tenant]
 
     def note_end(self, now: float) -> None:
-        """Note that a request has ended, by which the next refusal says when to come again."""
+        """Note that a request has ended; the Retry-After of refusals is computed from these times."""
         with self._lock:
             self._ends.append(now)
 

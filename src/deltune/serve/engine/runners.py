@@ -30,11 +30,11 @@ from .cache import (
     assemble,
     close_gaps,
     columns,
+    copy_row_end,
     empty_columns,
     first_columns,
     fits,
     new_cache,
-    row_of,
     set_columns,
     write_columns,
 )
@@ -194,7 +194,7 @@ class DecoderRunner(Runner):
         def make_rows() -> list[Row]:
             batch, _ = self.read([probe_row(tokens, base)])
             row, other = probe_row(tokens, base), probe_row(tokens[::-1], base)
-            states = row_of(batch.cache, 0, len(tokens))
+            states = copy_row_end(batch.cache, 0, len(tokens))
             row.cached_prompt, row.cached = CachedPrompt(base, tuple(tokens), states, [], 0), len(tokens) - 1
             return [row, other]
 
@@ -232,7 +232,7 @@ class DecoderRunner(Runner):
             row, cache = probe_row([0], loaded), new_cache()
             # with all edits; the prompt does not see the token
             self._forward([row], cache, [[0]], [[1]], [0], 1, with_preambles=False)
-            prompt = first_columns(row_of(cache, 0, length + 1), length)
+            prompt = first_columns(copy_row_end(cache, 0, length + 1), length)
         if loaded.prefix is None or not self.caches_prefixes or not fits(self.like, _prefix_states(loaded.prefix)):
             return Preamble(0, length, prompt, loaded.prompt_edits)
         prefix = loaded.prefix

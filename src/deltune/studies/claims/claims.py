@@ -53,7 +53,7 @@ class Beats:
 
 @dataclass(frozen=True)
 class Within:
-    """mean(cells) − mean(reference) > −points: at most so much worse; with `both`, |difference| < points."""
+    """At most so many points worse: mean(cells) − mean(reference) > −points; with `both`, |difference| < points."""
 
     what: CellSelector
     reference: CellSelector

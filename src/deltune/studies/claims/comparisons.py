@@ -101,7 +101,7 @@ below this in 95 % of cases."""
 
 
 def can_be_at_chance(outcome: Outcome) -> bool:
-    """Return whether a run is judged by `is_at_chance`.
+    """Return whether it makes sense to ask of a run whether it `is_at_chance`.
 
     Runs on another task than their own are not, nor runs of a search along N, which begins at chance.
     """

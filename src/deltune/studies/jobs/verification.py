@@ -47,7 +47,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Verification:
-    """A job that was run again.
+    """A stored job that was run again, and how its scores compare.
 
     `changes` are the fields of the environment that differ, each with both values; `first_loss` is the loss of the
     first steps, if the job trained.

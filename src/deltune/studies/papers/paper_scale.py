@@ -134,7 +134,7 @@ class Training:
 
 
 def training(spec: Mapping[str, Any]) -> Training:
-    """Return what a run's spec asks for; of values that it searches all take as long as the first."""
+    """Return the training that a run's spec asks for; each searched value is taken to cost as much as the first."""
     configs = RunConfig.from_canonical(spec).search_configs()
     values = configs[0].flat()
     model, task = str(spec["model"]), str(spec["task"])

@@ -53,7 +53,7 @@ from .tables import (
     to_latex,
     to_markdown,
 )
-from .variance import build_variance_table
+from .variance import variance_components_table
 
 MIN_SHRINK = 0.75  # a figure is shrunk to no less of its own width (letters of 7 points); below that its box scrolls
 FONT = re.compile(r"font-family: [^;\"]*; ")
@@ -332,7 +332,7 @@ def build_section(
         "\n\n".join(text for text in (study.question, study.notes) if text),
         tables=(
             *(build_table(view, outcomes) for view in tables),
-            *(build_variance_table(view, outcomes) for view in views if isinstance(view, VarianceSpec)),
+            *(variance_components_table(view, outcomes) for view in views if isinstance(view, VarianceSpec)),
             *_floor_table(study.metric, planned, names),
         ),
         figures=tuple(draw(view, outcomes) for view in figures),

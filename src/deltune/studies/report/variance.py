@@ -21,7 +21,7 @@ REST, TUNED = "the rest", "method, each at its best rate"
 SHOWN = NumberFormat(100.0, 1)
 
 
-def build_variance_table(view: VarianceSpec, outcomes: Iterable[Outcome]) -> Table:
+def variance_components_table(view: VarianceSpec, outcomes: Iterable[Outcome]) -> Table:
     """Lay out the parts of the variance of each task whose runs have all ended, and of all these tasks together."""
     import pandas
 

@@ -262,6 +262,12 @@ def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels
                 f"{first.name} has {len(labels)} different texts in its column {chosen['label']!r}. If a model is to "
                 f"write them, give --task generation {option}; if they are labels, --task classification"
             ]
+        if several:
+            return [
+                f"{first.name} has {len(labels)} different labels in {len(first.rows)} rows, in its column {column!r}, "
+                f"which may be the ids of its rows. Name the column of the labels with --columns; if these are labels, "
+                f"give --task {kind}"
+            ]
     if kind == "language" and rows and (format := _format_of_lines(rows[0]["text"])):
         return [f"{first.name} is not running text but {format}; if it is to be read as it is, give --task language"]
     return []
@@ -409,6 +415,12 @@ def _labelled_text_columns(kind: str, first: DataFile, available: Sequence[str],
     others = [c for c in available if c not in texts and c.lower() not in ID_COLUMN_NAMES]
     known = {"text": texts[0]} if len(texts) == 1 else {}
     todo = how_to_name_columns(kind, {**known, **({answer.role: others[0]} if len(others) == 1 else {})})
+    if not label and (cell := next((c for c in available if _is_among_values(first, c)), None)):
+        problems.append(
+            f"the first line of {first.name} looks like a row, since {excerpt(cell)} is a value of its column: give "
+            f"the file a first line that names its columns, such as text,{answer.role}"
+        )
+        return {}
     if not label:
         running = "If it is running text, give --task language. " if len(texts) == 1 else ""
         problems.append(
@@ -428,6 +440,11 @@ def _labelled_text_columns(kind: str, first: DataFile, available: Sequence[str],
     if not label or len(texts) not in (1, 2):
         return {}
     return {**dict(zip(("text", "pair"), texts, strict=False)), answer.role: label}
+
+
+def _is_among_values(file: DataFile, column: str) -> bool:
+    """Return whether the name of a column is one of its values, as where a file has no header."""
+    return any(row.get(column) == column for _, row in file.rows[:SAMPLED_ROWS])
 
 
 def text_columns(first: DataFile, available: Sequence[str]) -> list[str]:

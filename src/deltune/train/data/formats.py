@@ -180,11 +180,12 @@ def _read_prompt_completion(row: Row) -> dict[str, Any]:
 def _read_preference(row: Row) -> dict[str, Any]:
     prompt, chosen, rejected = (_value(row, name) for name in ("prompt", "chosen", "rejected"))
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
-        if prompt is None:  # it ends where the last word ends that both have
+        if prompt is None:  # it ends behind the last word that both have; the blank is a part of the next word's token
             letters = zip(chosen, rejected, strict=False)
             shared = chosen[: next((i for i, (a, b) in enumerate(letters) if a != b), len(chosen))]
             if chosen != rejected:
                 shared = shared[: max((i + 1 for i, letter in enumerate(shared) if letter.isspace()), default=0)]
+                shared = shared.rstrip(" ")
             prompt, chosen, rejected = shared, chosen[len(shared) :], rejected[len(shared) :]
         return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
     if not (isinstance(chosen, list) and isinstance(rejected, list)):

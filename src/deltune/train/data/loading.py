@@ -271,7 +271,7 @@ def load_data(
     Raises:
         DeltuneError: Something is wrong with the source or its rows; one error lists all, with file and line.
     """
-    if weights := mixture(source):
+    if weights := mixture_weights(source):
         parts = {
             name: load_data(
                 name, columns, labels, seed=seed, training=training or user_path(name, "data").is_file(), kind=kind,
@@ -518,7 +518,7 @@ def _prompt_of(numbered: tuple[int, Row]) -> str:
     return text if question is None else question
 
 
-def mixture(source: str) -> dict[str, float]:
+def mixture_weights(source: str) -> dict[str, float]:
     """Return the weights of a mixture, by source; nothing for a single source."""
     parts = [re.fullmatch(r"\s*(.+)=(\d+\.?\d*|\.\d+)\s*", part) for part in str(source).split(",")]
     return {part[1]: float(part[2]) for part in parts if part} if len(parts) > 1 and all(parts) else {}
@@ -852,7 +852,7 @@ def _read_hub(source: str, needed: Sequence[str], layout: HubLayout) -> _RawData
     except Exception as error:  # the hub's errors and the HTTP client's have no common ancestor
         parent = user_path(source, "data").parent
         readable = (p for p in parent.iterdir() if _holds_data(p)) if parent.is_dir() else ()
-        nearby = sorted(str(p) for p in readable)[:20]
+        nearby = [str(p) for p in readable]
         reason = reason or f"the hub's copy cannot be read ({error_summary(error)})"
         todo = "Give a folder with train.jsonl (or .csv, .parquet) or a hub id"
         problem = (

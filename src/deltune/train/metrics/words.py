@@ -34,7 +34,7 @@ MECAB_PACKAGES = {"ja-mecab": ("mecab-python3", "ja"), "ko-mecab": ("mecab-ko", 
 
 
 class CannotScoreError(DeltuneError):
-    """A metric has no meaning for these texts, so that it is left out with this reason."""
+    """Raised by a metric that has no meaning for these texts; it is left out, and the message says why."""
 
 
 def separate_characters(text: str) -> str:

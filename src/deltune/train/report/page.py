@@ -164,8 +164,9 @@ def _facts(finished: FinishedRun) -> list[tuple[str, str]]:
     ]
     if compared := against_probe(finished.best_metrics, finished.split):
         name, of_probe, tuned = compared
+        which = f" by {metrics.best.run}" if finished.config.is_series else ""
         facts.append(
-            ("linear probe", f"{short_number(of_probe)} {name} on {finished.split}, tuned {short_number(tuned)}")
+            ("linear probe", f"{short_number(of_probe)} {name} on {finished.split}, tuned {short_number(tuned)}{which}")
         )
     if of_step := next((line["memory"] for line in finished.log if line.get("event") == "memory"), None):
         memory = StepMemory(**{field.name: of_step[field.name] for field in fields(StepMemory)})

@@ -153,7 +153,7 @@ def untrained_tokens(tuned: Tuned, tokenizer: Any, rows: Sequence[Row]) -> dict[
     delta = tuned.delta()
     tables = {tensor.name for tensor in word_embeddings(tuned.anatomy)}
     chosen = {row for _, mask in delta.planned.masked if isinstance(mask, RowMask) for row in mask.rows}
-    if not chosen and tables & {*delta.owned_tensors}:
+    if not chosen and tables & {*delta.owned_tensor_names}:
         return {}
     special = special_tokens(tokenizer)
     used = sorted({token for row in rows for token in row["input_ids"] if token in special} - chosen)

@@ -345,10 +345,10 @@ def check_causal(model: PreTrainedModel) -> None:
     with eval_mode(model):
         first = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, 0].float()
     if not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-4):
-        raise not_causal(model)
+        raise not_causal_error(model)
 
 
-def not_causal(model: PreTrainedModel) -> DeltuneError:
+def not_causal_error(model: PreTrainedModel) -> DeltuneError:
     """Return the error for a model that cannot predict the next token."""
     return DeltuneError(
         f"{type(model).__name__} is an encoder: its tokens attend to those after them, so it cannot generate text. "

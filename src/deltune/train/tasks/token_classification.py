@@ -167,7 +167,9 @@ def _spelling(text: str) -> str:
 
 
 @in_chunks
-def encode_entities(tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool) -> EncodedRows:
+def encode_entities_for_generation(
+    tokenizer: Any, model: Any, columns: Columns, options: TaskOptions, training: bool
+) -> EncodedRows:
     """Encode each text for generation, with the list of its entities as the target."""
     labels = list(options.label_words)
     if foreign := [label for label in labels if label != OUTSIDE and not entity_type(label)]:
@@ -192,7 +194,7 @@ def _type_words(label_words: Mapping[str, str]) -> dict[str, str]:
     return {entity_type(label): word for label, word in label_words.items() if entity_type(label)}
 
 
-def predict_entities(context: InferenceContext, encoded: EncodedRows) -> Predictions:
+def generate_entities(context: InferenceContext, encoded: EncodedRows) -> Predictions:
     """Predict the tags that each generated list gives; the score of a row is the list itself."""
     generated = generation.predict(context, encoded)
     type_words = _type_words(context.options.label_words)
@@ -202,5 +204,5 @@ def predict_entities(context: InferenceContext, encoded: EncodedRows) -> Predict
 
 
 SEQ2SEQ_TAGGING = replace(
-    TAGGING, head="seq2seq-lm", encode=encode_entities, predict=predict_entities, word_key=entity_type
+    TAGGING, head="seq2seq-lm", encode=encode_entities_for_generation, predict=generate_entities, word_key=entity_type
 )
