@@ -361,7 +361,7 @@ def keep_unpacked(model: nn.Module) -> None:
             setattr(module, PACKS_FOR_CPU, False)
 
 
-def has_packed_weights(module: nn.Module) -> bool:
+def is_packed_for_cpu(module: nn.Module) -> bool:
     """Whether a 4-bit linear of bitsandbytes has packed its weights for inference on a CPU."""
     state = getattr(parameters_of(module).get("weight"), "quant_state", None)
     return bool(getattr(state, "packing_format_for_cpu", False))

@@ -333,7 +333,7 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         yield replacement
         _fsync_tree(replacement)
         if target.exists():
-            old = _new_sibling_folder(target, "old-")  # `replaced_folders` finds it after a kill between the renames
+            old = _new_sibling_folder(target, "old-")  # `leftover_folders` finds it after a kill between the renames
             os.replace(target, old)
         try:
             os.replace(replacement, target)
@@ -368,8 +368,8 @@ def _sibling_prefix(target: Path) -> str:
     return f".{target.name.encode()[:80].decode(errors='ignore')}-"
 
 
-def replaced_folders(target: Path) -> list[Path]:
-    """Return the folders that stood at `target`, where `atomic_folder` was killed before it put the new one there."""
+def leftover_folders(target: Path) -> list[Path]:
+    """Return the old folders that a killed `atomic_folder` had moved away from `target` and not restored."""
     with contextlib.suppress(OSError):
         if not os.path.lexists(target := target.resolve()):
             prefix = f"{_sibling_prefix(target)}old-"

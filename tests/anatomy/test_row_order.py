@@ -129,7 +129,7 @@ def test_usual_transformers_have_every_module_in_order(name: str) -> None:
 
 def test_paths_of_another_tower_begin_with_its_path() -> None:
     anatomy = deltune.inspect(model_of("xlnet"))
-    assert anatomy.inside("text_model").not_by_row == tuple(f"text_model.{path}" for path in anatomy.not_by_row)
+    assert anatomy.with_prefix("text_model").not_by_row == tuple(f"text_model.{path}" for path in anatomy.not_by_row)
 
 
 FIRST = {entry.model_type: entry for entry in reversed(specimens.entries())}

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from deltune.errors import DeltuneError
 from deltune.models import LANGUAGE_MODEL_HEADS
 from deltune.runtime.causal_loss import causal_loss
-from deltune.runtime.padding import padding_side, pads_prompts
+from deltune.runtime.padding import padding_side, supports_left_padding
 from deltune.train.tasks import classification, generation, token_classification
 from deltune.train.tasks.base import InferenceContext, TaskKind, TaskOptions
 from deltune.train.tasks.encoding import IGNORE_INDEX, LengthGroupedBatches, collate
@@ -161,7 +161,7 @@ def test_the_side_is_measured() -> None:
     """As the families' own sources have it: XLNet reads the last column, FNet has no mask, ConvBERT convolves."""
     entries = {entry.class_name: entry for entry in identity.entries()}
     assert {name: padding_side(identity.build(entries[name])) for name in SIDES} == SIDES
-    assert {name: pads_prompts(identity.build(entries[name])) for name in PROMPTS} == PROMPTS
+    assert {name: supports_left_padding(identity.build(entries[name])) for name in PROMPTS} == PROMPTS
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from deltune.train.tasks.classification import (
     split_candidates,
 )
 from deltune.train.tasks.encoding import IGNORE_INDEX
-from deltune.train.tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION, join_prompt_and_target
+from deltune.train.tasks.generation import CAUSAL_GENERATION, SEQ2SEQ_GENERATION, tokenize_prompt_and_targets
 from deltune.train.tasks.token_classification import entity_type, format_entities, parse_entities
 from train.test_kinds import places
 
@@ -58,12 +58,12 @@ def test_the_word_stands_where_it_would_in_the_text(name: str, request: pytest.F
     """Prompt and word together are the tokens of their text; the prompt's own are the same for every word."""
     if name == "byte level":
         tokenizer: Any = byte_level()
-        alone, wholes = next(join_prompt_and_target(tokenizer, ["It was "], [["great"]]))
+        alone, wholes = next(tokenize_prompt_and_targets(tokenizer, ["It was "], [["great"]]))
         assert tokenizer.convert_ids_to_tokens(split_candidates(alone, wholes)[1][0]) == ["Ġgreat"]
     else:
         tokenizer = AutoTokenizer.from_pretrained(request.getfixturevalue("shared") / "models" / name)
     for prompt, word in PAIRS:
-        alone, wholes = next(join_prompt_and_target(tokenizer, [prompt], [[word, "bad"]]))
+        alone, wholes = next(tokenize_prompt_and_targets(tokenizer, [prompt], [[word, "bad"]]))
         start, owns = split_candidates(alone, wholes)
         text = prompt + ("" if not prompt or prompt[-1].isspace() else " ") + word
         assert [*start, *owns[0]] == tokenizer(text)["input_ids"]
@@ -73,7 +73,7 @@ def test_the_word_stands_where_it_would_in_the_text(name: str, request: pytest.F
 def test_the_end_is_the_tokenizers_own(shared: Path) -> None:
     """Of an encoder-decoder the target stands between the tokens that the tokenizer puts around it."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "g2p-en-us-bart")
-    alone, wholes = next(join_prompt_and_target(tokenizer, [""], [["abc", "ab"]], "text_target"))
+    alone, wholes = next(tokenize_prompt_and_targets(tokenizer, [""], [["abc", "ab"]], "text_target"))
     end = surrounding_tokens(tokenizer, "text_target")[1]
     start, owns = split_candidates(alone, wholes)
     ids = tokenizer.convert_tokens_to_ids

@@ -39,7 +39,7 @@ from .quantizers import bias_of, find_quantizer, linear_sizes
 from .residuals import SubLayer, find_sublayers
 from .row_order import modules_not_by_row
 from .skeleton import base_modules, base_parameters, structure_stamp
-from .tensors import names_read_by, paths_around, tensors_of
+from .tensors import model_tensors, names_read_by, paths_around
 from .tracing import base_model, meta_model, trace_forward, trace_tower
 from .types import FFN, Anatomy, Attention, Experts, Layer, Linear, Norm, Stack, StackName, Tensor, is_inside
 
@@ -327,7 +327,7 @@ class _Inspector:
             not_by_row=modules_not_by_row(self.trace),
         )
         identity = self.reader.identity
-        tensors = tensors_of(self.model, self.trace, anatomy, embedding_paths, self.towers, identity)
+        tensors = model_tensors(self.model, self.trace, anatomy, embedding_paths, self.towers, identity)
         return replace(anatomy, tensors=tensors, projector=tuple(self._projector(tensors)))
 
     def _linears(self, vocabulary: Linear | None) -> tuple[Linear, ...]:
@@ -343,7 +343,7 @@ class _Inspector:
             quantized = find_quantizer(module) is not None
             if f"{path}.weight" in names and (quantized or type(module) is nn.Linear):
                 in_width, out_width = linear_sizes(module)
-                bias, tied = bias_of(module) is not None, self.reader.holders_of(module, path)
+                bias, tied = bias_of(module) is not None, self.reader.tied_modules(module, path)
                 yield Linear(path, in_width, out_width, bias, shared_with=tied, batch_independent=True)
 
     def _vocabulary(self) -> Linear | None:
@@ -357,7 +357,7 @@ class _Inspector:
         if isinstance(tokens, int) and weight.shape[0] < tokens:  # a linear before the vocabulary, as DeBERTa's
             return None
         bias = parameters_of(module).get("bias") is not None
-        return Linear(path, weight.shape[1], weight.shape[0], bias, shared_with=self.reader.holders_of(module, path))
+        return Linear(path, weight.shape[1], weight.shape[0], bias, shared_with=self.reader.tied_modules(module, path))
 
     def _embedding(self, first_layers: dict[StackName, Layer], layer_prefixes: tuple[str, ...]) -> set[str]:
         """Return the paths of the modules outside the layers that the first layer of a stack depends on."""
@@ -485,7 +485,7 @@ class _Inspector:
             module = self.model.get_submodule(path)
             assert isinstance(module, PreTrainedModel)
             try:
-                part = _Inspector(module).anatomy().inside(path)
+                part = _Inspector(module).anatomy().with_prefix(path)
             except Exception as error:
                 reason = f"{type(error).__name__}: {error_summary(error)}"
                 self.unobserved.append(f"the layers of the tower {path} ({reason})")

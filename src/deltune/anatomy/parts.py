@@ -50,7 +50,7 @@ class PartReader:
         """Return a key that is the same for all parameters that are one tied tensor."""
         return self._tied.get(id(parameter), id(parameter))
 
-    def holders_of(self, module: nn.Module, path: str) -> tuple[str, ...]:
+    def tied_modules(self, module: nn.Module, path: str) -> tuple[str, ...]:
         """Return the paths of the other modules that hold a module's weight."""
         holders = self._holders.get(self.identity(parameters_of(module).get("weight")), ())
         return tuple(holder for holder in holders if holder != path)
@@ -59,7 +59,7 @@ class PartReader:
         read = node.states
         assert read is not None
         width = node.outputs[0].shape[-1] if columns is None else columns.groups * (columns.stop - columns.start)
-        bias, tied = bias_of(node.module) is not None, self.holders_of(node.module, node.path)
+        bias, tied = bias_of(node.module) is not None, self.tied_modules(node.module, node.path)
         batch_independent = node.path in self._batch_independent_calls
         quantizer = find_quantizer(module := self._model.get_submodule(node.path))
         quantized = "" if quantizer is None or quantizer.trainable_weight else quantizer.name(module)
@@ -76,7 +76,7 @@ class PartReader:
     def lookup(self, node: Node) -> Linear:
         """Return word embeddings as a projection of one-hot vectors."""
         (rows, width), out_width = node.module.weight.shape, node.outputs[0].shape[-1]
-        tied, product_only = self.holders_of(node.module, node.path), node.steps == 1 and out_width == width
+        tied, product_only = self.tied_modules(node.module, node.path), node.steps == 1 and out_width == width
         return Linear(
             node.path, rows, out_width, False, transposed=True, shared_with=tied, product_only=product_only
         )  # fmt: skip

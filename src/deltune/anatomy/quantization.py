@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat import FakeTensor, buffers_of, has_packed_weights, parameters_of, storage_id
+from ..compat import FakeTensor, buffers_of, is_packed_for_cpu, parameters_of, storage_id
 from ..errors import DeltuneError
 from .quantizers import QUANTIZERS, Quantizer, bias_of, find_quantizer
 from .skeleton import base_modules, modules_without_paths
@@ -93,7 +93,7 @@ def check_gradients_pass(model: nn.Module) -> None:
     """Check that gradients pass through every quantised linear, so that what is below it can be trained."""
     known: dict[Any, str] = {}
     for path, module, quantizer in quantized_modules(model):
-        key = (quantizer.name(module), has_packed_weights(module))
+        key = (quantizer.name(module), is_packed_for_cpu(module))
         if key not in known:
             known[key] = quantizer.no_gradient(module)
         if known[key]:

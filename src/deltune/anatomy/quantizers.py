@@ -18,8 +18,8 @@ from torch import nn
 
 from ..compat import (
     dequantize_packed_4bit,
-    has_packed_weights,
     int8_codes_and_scales,
+    is_packed_for_cpu,
     parameters_of,
     quantize_4bit_like,
     replace_layer_of_4bit,
@@ -170,7 +170,7 @@ def _kind_4bit(module: Any) -> str:
 
 def _dequantize_4bit(module: Any) -> torch.Tensor:
     weight, functional = module.weight, sys.modules["bitsandbytes"].functional
-    if has_packed_weights(module):
+    if is_packed_for_cpu(module):
         return dequantize_packed_4bit(weight)
     result: torch.Tensor = functional.dequantize_4bit(weight.data, weight.quant_state)
     return result
@@ -181,7 +181,7 @@ def _quantize_4bit(module: Any, weight: torch.Tensor) -> None:
 
 
 def _no_gradient_4bit(module: Any) -> str:
-    if not has_packed_weights(module):
+    if not is_packed_for_cpu(module):
         return ""
     return (
         "since bitsandbytes packed its weights for inference when the model was evaluated on this CPU: load the model "

@@ -19,7 +19,7 @@ _OF_WEIGHTS = {"norm", "linear", "experts"}
 """Kinds of steps whose parameters are weights, also where a family freezes them when it makes a model."""
 
 
-def tensors_of(
+def model_tensors(
     model: PreTrainedModel,
     trace: Trace,
     anatomy: Anatomy,

@@ -338,7 +338,7 @@ class Anatomy:
         """Return a stack that the model has by its name, "encoder" or "decoder"."""
         return next(stack for stack in self.stacks if stack.name == name)
 
-    def inside(self, path: str) -> Anatomy:
+    def with_prefix(self, path: str) -> Anatomy:
         """Return the anatomy with the paths that it has where the model is a part of another one, at `path`."""
         anatomy: Anatomy = _inside(self, path)
         return anatomy

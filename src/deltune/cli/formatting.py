@@ -111,7 +111,7 @@ def method_table(facts: Mapping[str, Mapping[str, Any]], terms: Mapping[str, Any
     return Group(table, f"{LETTERS}\n{PAPERS}\nOne in full: deltune methods NAME\n{made_of}")
 
 
-def task_facts() -> dict[str, dict[str, Any]]:
+def known_tasks() -> dict[str, dict[str, Any]]:
     """Return every known task: name, kind, folder, hub id, columns by role, metrics and version."""
     from ..train.tasks.registry import TASKS
 

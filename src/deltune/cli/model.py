@@ -80,7 +80,7 @@ def tasks(as_json: Json = False) -> None:
     """List the tasks that are known by name. Each has a kind, a folder below a data root, a hub id and metrics."""
     from . import formatting
 
-    facts = formatting.task_facts()
+    facts = formatting.known_tasks()
     console.print_json(data=facts) if as_json else console.print(formatting.task_table(facts))
 
 

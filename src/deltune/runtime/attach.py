@@ -428,7 +428,7 @@ def check_base_of_delta(attached: Attached, base: BaseFacts, where: Path, allowe
     Other threads may use the model meanwhile.
     """
     compared = base.tokens if base.compared_tokens is None else base.compared_tokens
-    serialization.check_base(base, where, attached.base_compared(compared), allowed)
+    serialization.check_base(base, where, attached.base_fingerprint(compared), allowed)
 
 
 def add_delta(attached: Attached, name: str, delta: Delta, labels: HeadLabels) -> None:

@@ -77,8 +77,8 @@ if hasattr(os, "register_at_fork"):
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where the parameters of new deltas belong."""
+class ParameterPlacement:
+    """The device and dtype of the parameters of new deltas."""
 
     default: torch.device  # the device of the base model, or of its first parameter where it has several
     dtype: torch.dtype  # their type
@@ -191,7 +191,9 @@ class Attached:
         self.base_labels = HeadLabels.from_config(model.config)
         self.base_labels.check_ids()
         self._base_metadata: dict[str, Any] | None = None
-        self._fixed: tuple[Placement, CallOrder] | None = None  # where new deltas belong, and what a pass calls
+        self._fixed: tuple[ParameterPlacement, CallOrder] | None = (
+            None  # where new deltas belong, and what a pass calls
+        )
         self._initial_requires_grad = {name: p.requires_grad for name, p in base_parameters(model)}
         self.state = ModelState(model, deltas, base)  # where tensors are, and which of them train
         # the forward passes of the model
@@ -270,7 +272,7 @@ class Attached:
             for name in trained or ():
                 if name not in each_name(chosen):
                     raise DeltuneError(unknown_name("delta in use", name, each_name(chosen), "train="))
-            self.state.check_slots(chosen if isinstance(chosen, str) else None)
+            self.state.check_tensors_fit(chosen if isinstance(chosen, str) else None)
             use = Use(chosen, train=trained, head=head if len(some) > 1 else None)
             self.assign(use)  # raises before anything has changed
             retry_if_interrupted(lambda: self._use(use))
@@ -377,15 +379,15 @@ class Attached:
             _move(shared, default, dtype)
         return delta
 
-    def _placement(self) -> Placement:
+    def _placement(self) -> ParameterPlacement:
         """Where new deltas belong as the base model is now."""
         tensors = list(base_tensors(self.model))
         dtype = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
         default = tensors[0].device
         if not self.state.offloaded and all(t.device == default for t in tensors):
-            return Placement(default, dtype)
+            return ParameterPlacement(default, dtype)
         devices = [(name, device) for name, _, device in loaded_devices(self.model, self.state.offloaded)]
-        return Placement(devices[0][1], dtype, tuple(devices))
+        return ParameterPlacement(devices[0][1], dtype, tuple(devices))
 
     @contextlib.contextmanager
     def exclusive(self, operation: str) -> Iterator[None]:
@@ -410,7 +412,7 @@ class Attached:
                 delta.train(self.model.training)
             if name in self.deltas:
                 raise DeltuneError(f"a delta named {name!r} is already attached: detach it, or give another name=")
-            self.state.check_slots(None)
+            self.state.check_tensors_fit(None)
             has_other_handle = False
             try:
                 with _INSTALL_LOCK:
@@ -475,7 +477,7 @@ class Attached:
                 self.delta(delta_name)
             self.passes.refuse_in_other_scopes("detach", removed)
             if self.passes.default_assignment.used.deltas.intersection(removed):
-                self.state.check_slots(None)
+                self.state.check_tensors_fit(None)
             model: PreTrainedModel = retry_if_interrupted(lambda: self._detach(removed))
             return model
 
@@ -631,8 +633,8 @@ class Attached:
         """The facts about the base model that are saved with a delta."""
         return self._read_base(None if delta is None else serialization.tokens_of_base(self.anatomy, delta))
 
-    def base_compared(self, tokens: int | None) -> dict[str, Any]:
-        """The facts about the base model, of so many of its token embeddings, to compare a saved delta with."""
+    def base_fingerprint(self, tokens: int | None) -> dict[str, Any]:
+        """The facts of the base model that a saved delta is checked against, of so many rows of its embeddings."""
         remembered = self._base_metadata
         if remembered is not None:
             every = (None, remembered["tokens"])

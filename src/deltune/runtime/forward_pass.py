@@ -168,8 +168,8 @@ class PassLock:
         return len(self._running)
 
     @property
-    def runs_in_threads(self) -> bool:
-        """Whether a pass runs that runs its own passes in other threads."""
+    def has_threaded_pass(self) -> bool:
+        """Whether a running pass has passes of its own in other threads, as DataParallel does."""
         with self.mutex:  # passes that begin meanwhile would change the set while it is read
             return any(running.in_threads for running in list(self._running))
 

@@ -58,7 +58,7 @@ class CheckpointFunction:
         return self.original(partial(self.passes.recompute, self.passes.assignment(), facts, function), *args, **kwargs)
 
 
-class ForwardEntry:
+class ForwardWrapper:
     """Wraps the call of a module at which a forward pass may begin.
 
     With `always_begins` every call begins a pass of its own (the model, and the entry of each stack), so that a model
@@ -379,7 +379,7 @@ def hooks_of_delta(passes: PassManager, delta: Delta) -> Hooks:
         if edit.source_path is not None:
             needed[edit.source_path, "input"] = partial(InputHook, passes, edit.source_path)
             parent = _common_parent(target.path, edit.source_path)
-            needed[parent, "pass"] = partial(ForwardEntry, passes, parent, always_begins=False)
+            needed[parent, "pass"] = partial(ForwardWrapper, passes, parent, always_begins=False)
         if edit.modification.positions != ALL or edit.form.reads_text:
             entry = anatomy.stacks[0].entry
             needed[entry, "chosen"] = partial(TokensHook, passes, entry)
@@ -390,7 +390,7 @@ def hooks_of_delta(passes: PassManager, delta: Delta) -> Hooks:
             entry = anatomy.stack(edit.place.shifted_stack).entry
             needed[entry, "positions"] = partial(PositionHook, passes, entry)
     if delta.pooling != "model":
-        needed[anatomy.base, "pass"] = partial(ForwardEntry, passes, anatomy.base, always_begins=False)
+        needed[anatomy.base, "pass"] = partial(ForwardWrapper, passes, anatomy.base, always_begins=False)
         needed[anatomy.base, "pooling"] = partial(PoolingHook, passes, anatomy.base)
     overridden: set[nn.Module] = set()  # a module that has several paths is replaced once, under its first path
     for tensor, _ in delta.masked_tensors():
@@ -412,7 +412,7 @@ def hooks_of_model(passes: PassManager) -> Hooks:
     entries |= {layer.path: False for part in anatomy.other_towers for layer in part.layers}
     entries |= {"": True} | {stack.entry: True for stack in anatomy.stacks}
     needed: Hooks = {
-        (path, "pass"): partial(ForwardEntry, passes, path, always_begins) for path, always_begins in entries.items()
+        (path, "pass"): partial(ForwardWrapper, passes, path, always_begins) for path, always_begins in entries.items()
     }
     for path, module in base_modules(passes.model):
         if isinstance(module, PreTrainedModel):  # also a model inside the model, such as its encoder

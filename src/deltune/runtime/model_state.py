@@ -31,7 +31,7 @@ from ..compat import (
 from ..errors import DeltuneError
 from .modules import Delta, HeadLabels, name_from_parameter_key, parameter_key
 from .rows import refuse_late_gradients
-from .sharding import follow_moves, gather_full_tensor, reshard, shard_like
+from .sharding import gather_full_tensor, reshard, shard_like, update_fsdp_modules
 
 _BASE = f"{HANDLE_NAME}.base."
 """The prefix of the names of replaced base tensors in a state dict."""
@@ -154,7 +154,7 @@ class ModelState:
         assert first is not None
         return first
 
-    def check_slots(self, name: str | None) -> None:
+    def check_tensors_fit(self, name: str | None) -> None:
         """Check that the tensors of a delta, or of none, can be put into the model's slots."""
         if self.placed_delta != name:
             incoming = self.delta(name).owned_tensor_names if name is not None else ()
@@ -215,7 +215,7 @@ class ModelState:
                 f"delta {name!r} was detached between a forward pass and its backward pass, which computes layers "
                 "again: run the backward pass before detach()"
             )
-        self.check_slots(name)
+        self.check_tensors_fit(name)
         placed = self.deltas if self.placed_delta == _MOVING else [self.placed_delta]  # all, after an interruption
         others = [self.delta(other) for other in placed if other is not None and other != name and other in self.deltas]
         self.placed_delta = _MOVING
@@ -236,7 +236,7 @@ class ModelState:
                     set_in_parameter_dict(self.base, key, self._parameter_in_slot(owned))
                 self.set_parameter(owned, parameters_of_dict(held)[key])
                 delete_from_parameter_dict(held, key)
-        follow_moves(self.model)
+        update_fsdp_modules(self.model)
         self.placed_delta = name
 
     def place(self, name: str | None, labels: HeadLabels) -> None:

@@ -109,8 +109,8 @@ class TensorTable(UncalledModule):
             tensor = sparse.apply_to_parameter(sparse.values.new_zeros(sparse.shape) if start is None else start)
         return tensor if tensor.shape == shape else tensor[tuple(map(slice, shape))]
 
-    def dense_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that initial values are written to, those under a mask as new dense ones."""
+    def tensors_to_initialize(self) -> dict[str, torch.Tensor]:
+        """Return the tensors to initialize; for those under a mask, new dense ones."""
         masked = {name: sparse.values.new_empty(sparse.shape) for name, sparse in self.sparse_parameters().items()}
         tensors = self.own_tensors() | masked
         return {n: t for n, t in tensors.items() if self.specs[n].seed is None and not n.endswith(START)}
@@ -343,7 +343,7 @@ class Edit(TensorTable):
     def initialize(self, at: Place | None, shared: Mapping[str, torch.Tensor]) -> None:
         """Set the initial values of the form's and the composition's tensors."""
         with torch.no_grad():
-            dense, names, widths = {**self.dense_tensors(), **shared}, self.composition_names, self.place.widths
+            dense, names, widths = {**self.tensors_to_initialize(), **shared}, self.composition_names, self.place.widths
             form, compose = self.form, self.modification.compose
             of_form = {n: t for n, t in dense.items() if n not in names}
             of_compose = {n: t for n, t in dense.items() if n in names}
@@ -547,7 +547,9 @@ class Delta(nn.Module):
         first = self._tables()
         for edit in self.all_edits():
             tables = {table for table, _ in edit.shared.values() if first[table] is edit}
-            shared = {name: t for table in tables for name, t in table.dense_tensors().items() if name in edit.shared}
+            shared = {
+                name: t for table in tables for name, t in table.tensors_to_initialize().items() if name in edit.shared
+            }
             edit.initialize(place_of(edit), shared)
             for table in tables:
                 table.initialize_sparse(shared)

@@ -42,8 +42,8 @@ def padding_side(model: PreTrainedModel) -> Side | None:
     return _SIDES[model]
 
 
-def pads_prompts(model: PreTrainedModel) -> bool:
-    """Return whether `generate` goes on with a prompt that is padded on the left as with the prompt alone.
+def supports_left_padding(model: PreTrainedModel) -> bool:
+    """Return whether `generate` gives the same text for a left-padded prompt as for the prompt alone.
 
     Some decoders, such as BART's, RWKV and RecurrentGemma, count padding as positions or remember it.
     """

@@ -147,7 +147,7 @@ def _entered() -> Entered:
     return _thread.scopes if torch.compiler.is_dynamo_compiling() else _SCOPES.get()
 
 
-def carried_scope(owner: PassManager) -> CarriedScope | None:
+def innermost_scope(owner: PassManager) -> CarriedScope | None:
     """Return the innermost scope of a model that this context refers to, open or left elsewhere."""
     if torch.compiler.is_dynamo_compiling() and owner.any_in_event_loop:
         raise DeltuneError(
@@ -188,7 +188,7 @@ def _refuse_unknown_thread(owner: PassManager) -> None:
     else:
         here = threading.get_ident()
         in_other_thread = any(scope.thread != here for scope in owner.open_scopes())
-        in_other_thread = in_other_thread and not descends_from_import.get() and not owner.lock.runs_in_threads
+        in_other_thread = in_other_thread and not descends_from_import.get() and not owner.lock.has_threaded_pass
     if in_other_thread and not any(carried.is_use and carried.owner() is owner for carried in _entered()):
         raise DeltuneError(
             "another thread is inside rows() or disable(), which Python does not pass on to the threads and pools that "
@@ -330,7 +330,7 @@ class PassManager:
 
     def assignment_of_new_pass(self) -> RowAssignment:
         """Return the assignment that a pass uses which begins in this thread or task now."""
-        carried = carried_scope(self)
+        carried = innermost_scope(self)
         scope = None if carried is None else carried.scope
         assignment = None if scope is None else scope.assignment
         return self.default_assignment if assignment is None else assignment
@@ -346,7 +346,7 @@ class PassManager:
     def trace(self, arguments: dict[str, Any]) -> None:
         """Check that a pass which torch.compile traces may run, without waiting."""
         assignment = self.assignment_of_new_pass()
-        refuse_unclear(self, carried_scope(self))
+        refuse_unclear(self, innermost_scope(self))
         assignment.check_batch(arguments)
         if self.state.placed_delta != assignment.placed_delta:
             raise DeltuneError(
@@ -398,7 +398,7 @@ class PassManager:
         with self.lock.mutex:
             if self.lock.held_by_change or current_pass(self) is not None:
                 return reader()
-        carried = carried_scope(self)
+        carried = innermost_scope(self)
         forward_pass = ForwardPass(self, self.default_assignment, carried, innermost_pass())
         self._admit(forward_pass, lambda: self._choose(carried))
         result: T = self.run_and_end(forward_pass, read_locked, (), {})
@@ -408,7 +408,7 @@ class PassManager:
         self, arguments: dict[str, Any], assignment: RowAssignment | None = None, in_threads: bool = False
     ) -> ForwardPass:
         """Begin a pass as soon as the model holds the tensors that it needs; end it by `run_and_end`."""
-        carried, outer, enclosing = carried_scope(self), current_pass(self), innermost_pass()
+        carried, outer, enclosing = innermost_scope(self), current_pass(self), innermost_pass()
         facts = {name: fact for of, some in _CONDITIONS.get() if of() is self for name, fact in some.items()}
         if assignment is None and outer is not None and outer.scope is carried:
             nested = ForwardPass(self, outer.assignment, carried, enclosing)

@@ -148,7 +148,7 @@ class FusedEdits:
         return [stop - start for start, stop in pairwise((0, *self.ends, block.shape[-1]))]
 
 
-def group_fused(edits: Iterable[Edit]) -> list[Edit | FusedEdits]:
+def group_fused_projections(edits: Iterable[Edit]) -> list[Edit | FusedEdits]:
     """Group consecutive edits of the parts of a fused projection; the order is kept."""
     chain: list[Edit | FusedEdits] = []
     for block_count, group in groupby(edits, key=_block_count):
@@ -176,8 +176,12 @@ class EditChain:
         }
         self.groups = tuple(edits_of_groups)
         alike = all_rows_alike(self.groups)
-        self.for_all_rows = [one for some in edits_of_groups.values() for one in group_fused(some)] if alike else []
-        self.by_group = [] if alike else [(group, group_fused(some)) for group, some in edits_of_groups.items()]
+        self.for_all_rows = (
+            [one for some in edits_of_groups.values() for one in group_fused_projections(some)] if alike else []
+        )
+        self.by_group = (
+            [] if alike else [(group, group_fused_projections(some)) for group, some in edits_of_groups.items()]
+        )
         self.reads_weight = any(edit.form.reads_weight for edit, _ in edits)
         changed = {n for group in edits_of_groups for delta in group.deltas for n, _ in delta.weight_edits()}
         self.by_base = f"{place[0]}.weight" not in changed

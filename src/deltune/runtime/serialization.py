@@ -30,7 +30,7 @@ from ..files import (
     atomic_folder,
     file_sha256,
     find_file,
-    replaced_folders,
+    leftover_folders,
     user_path,
     write_error,
 )
@@ -215,7 +215,7 @@ def delta_folder(folder: str | Path) -> Path:
         if find_file(root, str(Path(inside, FACTS))) is not None:
             return root / inside
     for target in (root, root / "delta"):
-        if whole := [old for old in replaced_folders(target) if find_file(old, FACTS) is not None]:
+        if whole := [old for old in leftover_folders(target) if find_file(old, FACTS) is not None]:
             raise DeltuneError(
                 f"there is no folder {excerpt(str(target), MAX_NAME_LENGTH)}: a save was interrupted while it replaced "
                 f"the delta there, which is {whole[0]} now. Rename that folder back, and load it"

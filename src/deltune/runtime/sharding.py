@@ -101,7 +101,7 @@ def write_once(model: nn.Module, write: Callable[[], T]) -> T:
     return broadcast_from_main(write) if is_sharded(model) else write()
 
 
-def follow_moves(model: nn.Module) -> None:
+def update_fsdp_modules(model: nn.Module) -> None:
     """Tell FSDP2 in which modules its parameters are now, after tensors were moved."""
     sharded = sharded_modules(model)
     if not sharded:

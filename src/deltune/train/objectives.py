@@ -208,7 +208,7 @@ def check_objective(config: RunConfig, reward: RewardFunction | None, sharded: s
         check_extra("align", f"--objective {kind} needs")
 
 
-def objective_options(state: RunState) -> dict[str, Any]:
+def trl_arguments(state: RunState) -> dict[str, Any]:
     """Return those arguments of TRL that a run's objective has beside the arguments of every run."""
     section, processes = state.config.objective, distributed.world_size()
     options = {**OBJECTIVES[section.kind].options}

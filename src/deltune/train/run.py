@@ -50,8 +50,8 @@ from .objectives import (
     arguments_class,
     check_objective,
     objective_line,
-    objective_options,
     objective_trainer,
+    trl_arguments,
 )
 from .overview import (
     absent_labels,
@@ -632,7 +632,7 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
         raise DeltuneError(f"optimizer={optim.optimizer} takes no shards: give optimizer=adamw, or sharding=none")
     objective = state.config.objective.kind
     kind, options = (
-        (TrainingArguments, {}) if objective == "sft" else (arguments_class(objective), objective_options(state))
+        (TrainingArguments, {}) if objective == "sft" else (arguments_class(objective), trl_arguments(state))
     )
     values: dict[str, Any] = dict(
         optim=OPTIMIZERS[optim.optimizer],

@@ -18,9 +18,9 @@ from ..files import (
     atomic_folder,
     explain_write_errors,
     fsync_directory,
+    leftover_folders,
     parse_json,
     read_jsonl,
-    replaced_folders,
     user_path,
     write_error,
     write_json,
@@ -300,7 +300,7 @@ class RunFolder:
     @writer_only
     def recover_delta(self) -> None:
         """Put back the delta that `files.atomic_folder` had renamed when the process was killed."""
-        for old in replaced_folders(self.delta):
+        for old in leftover_folders(self.delta):
             if not self.delta.exists() and (old / "delta.json").is_file():
                 os.replace(old, self.delta)
                 fsync_directory(self.folder)

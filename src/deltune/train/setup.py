@@ -57,24 +57,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger("deltune")
 
 
-class TaskKinds(NamedTuple):
-    """One kind of data as task kinds: answered by a head, by an encoder-decoder, by a decoder after the prompt."""
+class TaskKindByModel(NamedTuple):
+    """The task kind of one kind of data for each type of model: with a head, encoder-decoder, decoder-only."""
 
     head: TaskKind | None
     encoder_decoder: TaskKind | None
     decoder: TaskKind | None
 
 
-TASK_KINDS: Mapping[str, TaskKinds] = {
-    "classification": TaskKinds(CLASSIFICATION, SEQ2SEQ_CLASSIFICATION, CAUSAL_CLASSIFICATION),
-    "multilabel": TaskKinds(MULTILABEL, None, None),
-    "regression": TaskKinds(REGRESSION, None, None),
-    "tagging": TaskKinds(TAGGING, SEQ2SEQ_TAGGING, None),
-    "choice": TaskKinds(CHOICE, SEQ2SEQ_CHOICE, CAUSAL_CHOICE),
-    "generation": TaskKinds(None, SEQ2SEQ_GENERATION, CAUSAL_GENERATION),
-    "language": TaskKinds(None, LANGUAGE_MODELING, LANGUAGE_MODELING),
-    "chat": TaskKinds(None, None, CHAT),
-    "preference": TaskKinds(None, None, None),
+TASK_KINDS: Mapping[str, TaskKindByModel] = {
+    "classification": TaskKindByModel(CLASSIFICATION, SEQ2SEQ_CLASSIFICATION, CAUSAL_CLASSIFICATION),
+    "multilabel": TaskKindByModel(MULTILABEL, None, None),
+    "regression": TaskKindByModel(REGRESSION, None, None),
+    "tagging": TaskKindByModel(TAGGING, SEQ2SEQ_TAGGING, None),
+    "choice": TaskKindByModel(CHOICE, SEQ2SEQ_CHOICE, CAUSAL_CHOICE),
+    "generation": TaskKindByModel(None, SEQ2SEQ_GENERATION, CAUSAL_GENERATION),
+    "language": TaskKindByModel(None, LANGUAGE_MODELING, LANGUAGE_MODELING),
+    "chat": TaskKindByModel(None, None, CHAT),
+    "preference": TaskKindByModel(None, None, None),
 }
 """Every kind of data -> the task kinds that it is trained as."""
 

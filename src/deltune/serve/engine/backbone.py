@@ -278,7 +278,7 @@ class Backbone:
         ):
             return call()
 
-    def positions(self, stack: str, loaded: LoadedDelta) -> int:
+    def remaining_positions(self, stack: str, loaded: LoadedDelta) -> int:
         """Return how many tokens a stack has positions for, beside what a delta takes of them."""
         facts = self.stacks[stack]
         config = self.model.config.get_text_config()

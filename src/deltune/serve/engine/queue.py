@@ -264,7 +264,7 @@ class Admission:
 
 def readable_length(loaded: LoadedDelta, max_length: int | None) -> int:
     """Return the number of tokens that can be read at most."""
-    positions = loaded.backbone.positions(loaded.backbone.first_stack.name, loaded)
+    positions = loaded.backbone.remaining_positions(loaded.backbone.first_stack.name, loaded)
     return positions if max_length is None else min(positions, max_length)
 
 
@@ -287,10 +287,10 @@ def check_length(job: Job, loaded: LoadedDelta, max_length: int | None) -> None:
     length, backbone = len(job.tokens), loaded.backbone
     generating, more = job.request.task == "generate", 0
     advice = "" if generating or job.request.tokens is not None else "; truncate_prompt_tokens: -1 cuts the text"
-    positions = backbone.positions(backbone.first_stack.name, loaded)
+    positions = backbone.remaining_positions(backbone.first_stack.name, loaded)
     answer_positions = positions - length
     if generating and backbone.is_encoder_decoder:
-        answer_positions = backbone.positions(backbone.last_stack.name, loaded) - 1
+        answer_positions = backbone.remaining_positions(backbone.last_stack.name, loaded) - 1
     if generating:
         job.request = _shortened(job.request, answer_positions, max_length, length)
         more = job.request.sampling.max_tokens

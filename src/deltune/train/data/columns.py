@@ -217,7 +217,7 @@ def doubts_of_columns(first: DataFile, kind: str, chosen: Mapping[str, str], unr
     ]
 
 
-def doubts_of_kind(first: DataFile, kind: str, chosen: Mapping[str, str], labels: Sequence[str]) -> list[str]:
+def task_kind_doubts(first: DataFile, kind: str, chosen: Mapping[str, str], labels: Sequence[str]) -> list[str]:
     """Return why a guessed kind of task may be the wrong one: rows are words of sentences, or text is a table."""
     rows = [row for _, row in first.rows[:SAMPLED_ROWS]]
     if kind in ("classification", "multilabel"):

@@ -45,11 +45,11 @@ from .columns import (
     check_columns,
     choose_columns,
     doubts_of_columns,
-    doubts_of_kind,
     guess_task_kind,
     how_to_name_columns,
     is_blank,
     row_problems,
+    task_kind_doubts,
     unread_columns,
 )
 from .readers import READERS, DataFile, data_suffix, has_lone_surrogate, read_rows, short_repr
@@ -360,7 +360,7 @@ def load_data(
             files, label_column, known, problems, inner, shape.labels if shape else ()
         )
     is_guess &= not isinstance(columns or raw.column_names, Mapping)
-    if is_guess and (doubts := doubts_of_kind(first, kind, chosen, label_names)):
+    if is_guess and (doubts := task_kind_doubts(first, kind, chosen, label_names)):
         raise error_from_problems(f"data {source}", doubts)
     scheme = None
     if kind == "tagging" and not problems:

@@ -30,7 +30,7 @@ from .encoding import IGNORE_INDEX, EncodedRows, Row, encode_texts, in_chunks, r
 from .generation import (
     common_prefix_length,
     fill_template,
-    join_prompt_and_target,
+    tokenize_prompt_and_targets,
     truncate_prompt,
 )
 
@@ -253,9 +253,9 @@ def encode_candidates(
     rows: list[Row] = []
     truncated, truncated_targets = sources.truncated, 0
     tokenized = (
-        join_prompt_and_target(tokenizer, [""] * len(prompts), candidates, "text_target")
+        tokenize_prompt_and_targets(tokenizer, [""] * len(prompts), candidates, "text_target")
         if is_encoder_decoder
-        else join_prompt_and_target(tokenizer, prompts, candidates)
+        else tokenize_prompt_and_targets(tokenizer, prompts, candidates)
     )
     end = target_end(tokenizer, model, "text_target" if is_encoder_decoder else "text")
     for i, (prompt, joined) in enumerate(tokenized):
@@ -354,7 +354,7 @@ def _encode_classes(tokenizer: Any, model: Any, columns: Columns, options: TaskO
     words = list(options.label_words.values())
     is_encoder_decoder = model.config.is_encoder_decoder
     prompt, side = ("", "text_target") if is_encoder_decoder else (fill_template(columns, options.template)[0], "text")
-    prompt_tokens, joined = next(join_prompt_and_target(tokenizer, [prompt], [words], side))
+    prompt_tokens, joined = next(tokenize_prompt_and_targets(tokenizer, [prompt], [words], side))
     candidates = split_candidates(prompt_tokens, joined)[1]
     tokens = append_end_to_prefixes(candidates, target_end(tokenizer, model, side))
     same = [

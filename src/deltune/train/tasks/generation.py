@@ -18,7 +18,7 @@ import torch
 from ...errors import DeltuneError, unknown_name
 from ...models import forced_bos_options
 from ...runtime.causal_loss import row_losses
-from ...runtime.padding import pads_prompts
+from ...runtime.padding import supports_left_padding
 from ...templates import (
     Tokens,
     begin_token,
@@ -45,7 +45,7 @@ from .encoding import (
 )
 
 
-def join_prompt_and_target(
+def tokenize_prompt_and_targets(
     tokenizer: Any, prompts: Sequence[str], targets: Sequence[Sequence[str]], side: str = "text"
 ) -> Iterator[tuple[Tokens, list[Tokens]]]:
     """Tokenize each prompt alone and together with each of its targets.
@@ -146,7 +146,7 @@ def encode_causal(tokenizer: Any, model: Any, columns: Columns, options: TaskOpt
     empty_targets: list[str] = []
     truncated = truncated_targets = 0
     end = target_end(tokenizer, model)
-    for i, (prompt, joined) in enumerate(join_prompt_and_target(tokenizer, prompts, targets)):
+    for i, (prompt, joined) in enumerate(tokenize_prompt_and_targets(tokenizer, prompts, targets)):
         truncated += len(prompt) > options.max_length
         ids = list(truncate_prompt(tokenizer, prompt, options.max_length, names[i]))
         if not has_targets:
@@ -261,7 +261,7 @@ def _prompts(
     sees_padding = any(value not in (None, 0, 1) for value in options)
     prompts = [encoded[i]["input_ids"][: encoded[i]["prompt_length"]] for i in indices]
     lengths = [len(prompt) for prompt in prompts]
-    same_length = len(set(lengths)) > 1 and (sees_padding or not pads_prompts(context.model))
+    same_length = len(set(lengths)) > 1 and (sees_padding or not supports_left_padding(context.model))
     for group in longest_first(lengths, len(lengths), same_length):
         padded = context.tokenizer.pad(
             {"input_ids": [prompts[j] for j in group]}, padding_side="left", return_tensors="pt",
