@@ -349,19 +349,14 @@ def _model_and_task(outcome: Outcome) -> tuple[str, str]:
     return str(outcome.cell.get("model")), str(outcome.cell.get("task"))
 
 
-def _by_metric(compared: Comparison, metrics: str | Mapping[str, str], names: Names) -> list[Comparison]:
+def _by_metric(compared: Comparison, metrics: str | Mapping[str, str]) -> list[Comparison]:
     """Divide a comparison of scores by the metric of its tasks: points of one are not those of another."""
     groups: dict[str, dict[Any, Any]] = {}
     for setting, seeds in compared.effects.items():
         task = dict(setting).get("task")
         metric = "" if isinstance(metrics, str) or compared.measurement.name else metrics.get(str(task), "")
         groups.setdefault(metric, {})[setting] = seeds
-    if len(groups) == 1:
-        return [compared]
-    return [
-        replace(compared, text=f"{compared.text}, by {names.get(metric, metric)}", effects=effects)
-        for metric, effects in groups.items()
-    ]
+    return [replace(compared, effects=effects) for effects in groups.values()]
 
 
 def _test(claim: Claim, cells: Cells, left_out: str = "") -> _Test:
@@ -380,7 +375,7 @@ def _test(claim: Claim, cells: Cells, left_out: str = "") -> _Test:
             untestable = left_out
     counts = tuple(one for one in made if isinstance(one, Exact))
     scored = [one for one in made if isinstance(one, Comparison)]
-    comparisons = tuple(one for whole in scored for one in _by_metric(whole, cells.metric.metric, cells.names))
+    comparisons = tuple(one for whole in scored for one in _by_metric(whole, cells.metric.metric))
     for setting in dict.fromkeys(s for one in comparisons for s, seeds in one.effects.items() if len(seeds) < 2):
         where = f" {cells.describe_setting(setting)}" if setting else ""
         reasons = [*reasons, f"one seed{where}: no claim from one seed"]
