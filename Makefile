@@ -59,8 +59,10 @@ test-all: lint
 	@$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 	@$(BIN)/python -m tests.mutation --workers $(WORKERS)
 
-# ENDS="python3.13 python3.13@torch=2.15.0,trl=1.17.0": other versions of Python and libraries than the pinned ones;
-# test-all tries the interpreters that are on the PATH. A torch of PyPI for Linux comes with CUDA, which is gigabytes.
+# The oldest torch and transformers of pyproject.toml, and the pinned ones; ENDS="python3.13@torch=2.15.0,trl=1.17.0" tries
+# others; test-all tries the interpreters that are on the PATH. A torch of PyPI for Linux comes with CUDA, which is gigabytes.
+ENDS ?= $(PYTHON)@torch=2.11.0,transformers=5.17.0,huggingface_hub=1.33.0 $(PYTHON)
+
 test-ends: $(STAMP)
 	@$(TEST_ENV) DELTUNE_ENDS="$(ENDS)" $(BIN)/python -m pytest tests/whole/test_distribution.py -k another -rsP
 

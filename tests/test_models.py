@@ -203,7 +203,7 @@ def test_packaged_model_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("library", "version", "oldest"), [("transformers", "5.22.1", "5.23"), ("torch", "2.12.1+cpu", "2.13")]
+    ("library", "version", "oldest"), [("transformers", "5.16.1", "5.17"), ("torch", "2.10.0+cpu", "2.11")]
 )
 def test_an_old_version_is_refused(library: str, version: str, oldest: str, monkeypatch: pytest.MonkeyPatch) -> None:
     current = sys.modules[library]  # transformers replaces itself there when it imports its own processors

@@ -142,12 +142,19 @@ def hooks_of_tensor(tensor: torch.Tensor) -> list[Any]:
 
 _CHECKPOINT = "_gradient_checkpointing_func"
 """Where gradient_checkpointing_enable puts torch's checkpoint function in a layer. transformers hands it the layer's
-`forward`, not its call, so that only what surrounds this function sees the layer computed again."""
+`forward`, or an older one (5.17) its call, from outside of that call: only what surrounds this function sees the layer
+computed again, and it must be there before the layer is called."""
 
 
 def get_checkpoint_function(module: nn.Module) -> Any:
     """The function that computes a layer under gradient checkpointing, or None."""
     return module.__dict__.get(_CHECKPOINT)
+
+
+def checkpointing_name(kind: type) -> str:
+    """What transformers calls checkpointing in the names of a class's methods or fields; older ones, gradient_…."""
+    name = "activation_checkpointing"
+    return name if any(attribute.startswith(name) for attribute in dir(kind)) else "gradient_checkpointing"
 
 
 def set_checkpoint_function(module: nn.Module, function: Any) -> None:
@@ -481,11 +488,17 @@ def class_name(module: nn.Module) -> str:
     return type(module).__mro__[2 if fsdp_modules([module]) else 0].__name__
 
 
+def _fsdp_groups(module: Any) -> Sequence[Any]:
+    """The groups of parameters that FSDP2 gathers together at a module; before torch 2.13 at most one."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def move_fsdp_parameters(sharded: Iterable[Any], places: Mapping[int, Sequence[tuple[nn.Module, str]]]) -> None:
     """Let FSDP2 put its parameters, gathered or as shards, to other modules; `places` has these by a parameter's id."""
-    for parameter in (
-        p for m in sharded for group in m._get_fsdp_state()._fsdp_param_groups for p in group.fsdp_params
-    ):
+    for parameter in (p for m in sharded for group in _fsdp_groups(m) for p in group.fsdp_params):
         forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
         now = next((places[id(p)] for n in forms if id(p := getattr(parameter, n, None)) in places), None)
         if now is not None:

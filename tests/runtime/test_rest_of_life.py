@@ -43,6 +43,7 @@ from tables.specimens import (
     stir,
     tensors,
 )
+from tables.versions import needs
 
 TEXTS = (
     "layernorm", "lora(rank=2)", "prefix(length=2) + layernorm", "bitfit", "full",
@@ -667,7 +668,11 @@ def exported_as(name: str, what: str) -> Iterator[tuple[PreTrainedModel, dict[st
         yield model, inputs, run(model, inputs)
 
 
-@pytest.mark.parametrize(("name", "what", "strict"), product(["bert", "gpt2"], EXPORTED, [False, True]))
+STRICT = pytest.param(True, marks=needs("torch", "2.13"))  # torch 2.11 says of masks and rows that it cannot
+
+
+@pytest.mark.parametrize("strict", [False, STRICT])
+@pytest.mark.parametrize(("name", "what"), product(["bert", "gpt2"], EXPORTED))
 @pytest.mark.sample(3)
 def test_exported(name: str, what: str, strict: bool) -> None:
     """torch.export takes the model as it is, and leaves it as it was."""

@@ -347,7 +347,8 @@ def test_a_compiled_pass_beside_a_scope(whole: bool) -> None:
     for way in SCOPES:
         with held_elsewhere(lambda way=way: WAYS[way](tuned)):
             if whole:
-                with pytest.raises(RuntimeError, match="a compiled forward pass cannot wait"):
+                # torch 2.11 gives the error's class alone
+                with pytest.raises(RuntimeError, match=r"a compiled forward pass cannot wait|exception DeltuneError"):
                     run(compiled, inputs)
             else:
                 assert equal(run(compiled, inputs), expected)

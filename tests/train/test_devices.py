@@ -12,6 +12,7 @@ from deltune.errors import DeltuneError
 from deltune.train import distributed, setup
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
+from tables.versions import is_older
 
 ACCELERATED = torch.accelerator.is_available()
 
@@ -78,6 +79,13 @@ def test_what_this_machine_or_sharding_lacks_is_refused(
 ) -> None:
     with pytest.raises(DeltuneError, match=message):
         train(tiny.spec(tmp_path, **changes), tmp_path / "run", progress=False, device="cpu", sharding=sharded)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(not is_older("transformers", "5.23"), reason="this Trainer can")
+def test_an_older_trainer_takes_no_shards(tmp_path: Path) -> None:
+    with pytest.raises(DeltuneError, match=r"sharding=fsdp needs transformers 5\.23, .* give --sharding none"):
+        train(tiny.spec(tmp_path), tmp_path / "run", progress=False, device="cpu", sharding="fsdp")
     assert not (tmp_path / "run").exists()
 
 

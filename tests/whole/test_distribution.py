@@ -113,13 +113,17 @@ def version_of(python: str) -> str | None:
 
 
 ENDS = os.environ.get("DELTUNE_ENDS", "").split()
-"""`make test-ends ENDS="python3.13 python3.13@torch=2.15.0,peft=0.22.0"`: interpreters, with what is not pinned."""
+"""`make test-ends ENDS="python3.13 python3.13@torch=2.15.0,peft=0.22.0"`: interpreters, with what is not pinned.
+Without ENDS it is the oldest torch and transformers, and the pinned ones."""
 
 LAWS = (
-    "tests/runtime/test_equivalences.py", "tests/runtime/test_prefix_equation.py",
-    "tests/runtime/test_threads.py", "tests/runtime/test_rest_of_life.py::test_compiled",
+    "tests/anatomy/test_anatomy.py", "tests/runtime/test_equivalences.py", "tests/runtime/test_prefix_equation.py",
+    "tests/runtime/test_threads.py", "tests/runtime/test_token_positions.py", "tests/runtime/test_sharded.py",
+    "tests/runtime/test_rest_of_life.py::test_compiled", "tests/runtime/test_rest_of_life.py::test_exported",
+    "tests/train/test_devices.py", "tests/train/test_kinds.py::test_the_loss_of_a_step_is_that_of_its_rows",
 )  # fmt: skip
-"""Formulas, kernels, threads and torch.compile: what another Python or torch may change."""
+"""Families, formulas, kernels, threads, checkpointing, shards, torch.compile, torch.export and losses of steps: what
+another Python, torch or transformers may change."""
 PEERS = {"peft": "tests/interop/test_peft.py", "trl": "tests/whole/test_trl.py"}
 """What another version of these may change."""
 

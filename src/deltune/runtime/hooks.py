@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from ..anatomy.quantization import quantized_modules
 from ..anatomy.skeleton import base_modules
 from ..anatomy.tracing import CallOrder
+from ..anatomy.types import is_inside
 from ..compat import (
     IS_QUANTIZED,
     PACKS_FOR_CPU,
@@ -71,19 +72,18 @@ class ForwardWrapper:
         self.module = passes.model.get_submodule(path)
         self.arguments = parameter_names(self.module)
         self.before: Any = None
+        layers = [part.path for tower in (passes.anatomy, *passes.anatomy.other_towers) for part in tower.layers]
+        inside = [layer for layer in layers if always_begins and is_inside(layer, path)]
+        # modules that transformers checkpoints, perhaps from outside of their calls: the layers inside, and itself
+        self.checkpointed = [self.module, *map(passes.model.get_submodule, inside)]
 
     def install(self) -> None:
         self.before = get_call_override(self.module)
         set_call_override(self.module, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        checkpoint = get_checkpoint_function(self.module)  # checkpointing may be enabled at any time
-        if (
-            checkpoint is not None
-            and not isinstance(checkpoint, CheckpointFunction)
-            and not torch.compiler.is_compiling()
-        ):
-            set_checkpoint_function(self.module, CheckpointFunction(self.passes, checkpoint))
+        if not torch.compiler.is_compiling():
+            self.follow_checkpointing()
         passes, arguments = self.passes, name_arguments(self.arguments, args, kwargs) if self.always_begins else {}
         if torch.compiler.is_dynamo_compiling():
             if self.always_begins:
@@ -104,6 +104,13 @@ class ForwardWrapper:
         if outer is None and torch.is_grad_enabled():
             remember_for_backward(passes, forward_pass.assignment, output)
         return output
+
+    def follow_checkpointing(self) -> None:
+        """Replace the modules' own checkpointing functions; checkpointing may be enabled at any time."""
+        for module in self.checkpointed:
+            checkpoint = get_checkpoint_function(module)
+            if checkpoint is not None and not isinstance(checkpoint, CheckpointFunction):
+                set_checkpoint_function(module, CheckpointFunction(self.passes, checkpoint))
 
     def call_original(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module as it was called before."""

@@ -132,7 +132,8 @@ _SCOPES: ContextVar[Entered] = ContextVar("deltune_scopes", default=())
 class _Thread(threading.local):
     """For torch.compile, what the context variable holds of this thread."""
 
-    scopes: Entered = ()
+    def __init__(self) -> None:
+        self.scopes: Entered = ()  # not of the class: torch 2.11 compiles that in as a constant
 
 
 _thread = _Thread()

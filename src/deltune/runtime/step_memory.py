@@ -31,6 +31,7 @@ from ..compat import (
     auto_class_mapping,
     buffers_of,
     changes_inputs,
+    checkpointing_name,
     operation_name,
     parameters_of,
     storage_id,
@@ -344,7 +345,7 @@ def checkpoint_activations(model: PreTrainedModel, every: int) -> None:
     """Let each so many-th layer compute its activations again, if it lies above what is trained."""
     if not model.supports_gradient_checkpointing:
         raise DeltuneError(f"{type(model).__name__} of transformers cannot compute its layers again")
-    model.activation_checkpointing_enable(every_n_layers=every)
+    getattr(model, f"{checkpointing_name(type(model))}_enable")(every_n_layers=every)
     model.disable_input_require_grads()  # below, no gradient is needed
 
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 import os
 
 import torch
+import transformers
 from accelerate import PartialState
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import set_seed
+from transformers import Trainer, set_seed
 
 from ..errors import DeltuneError, unknown_name
 from ..models import load_config
@@ -39,6 +40,11 @@ def check_sharding(mode: str, model: str, quantize: str | None) -> None:
             f"sharding=fsdp cannot divide the quantised weights of {model}, as torchao's refuse it and others were not "
             "shown to be right: give --sharding none, by which each process has the whole quantised model, or leave "
             "--quantize out"
+        )
+    if mode == "fsdp" and not hasattr(Trainer, "_defer_fsdp_gradient_reduction"):  # it would put DDP around the shards
+        raise DeltuneError(
+            f"sharding=fsdp needs transformers 5.23, whose Trainer leaves a sharded model as it is, and here is "
+            f"{transformers.__version__}: pip install -U transformers, or give --sharding none"
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 
-from ..compat import set_training_device, use_one_gpu
+from ..compat import checkpointing_name, set_training_device, use_one_gpu
 from ..errors import DeltuneError, check_booleans, check_extra, counted, first_names
 from ..files import explain_write_errors
 from ..methods.memory import peak_bytes
@@ -651,8 +651,6 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
         adam_epsilon=optim.adam_epsilon,
         label_smoothing_factor=optim.label_smoothing,
         bf16=state.precision == "bf16",
-        activation_checkpointing=checkpointing != "off",
-        activation_checkpointing_kwargs=CHECKPOINTING.get(checkpointing),
         use_liger_kernel=state.config.runtime.use_liger_kernel == "on",
         liger_kernel_config={"fused_linear_cross_entropy": False},  # which `causal_loss` is
         use_cpu=device.type == "cpu",
@@ -669,6 +667,8 @@ def _training_arguments(state: RunState, device: torch.device, validates: bool =
         accelerator_config={"even_batches": False},  # steps are cut evenly already, and no row is repeated
         dataloader_pin_memory=device.type != "cpu",
     )
+    name = checkpointing_name(kind)
+    values |= {name: checkpointing != "off", f"{name}_kwargs": CHECKPOINTING.get(checkpointing)}
     arguments = kind(**{**values, **options})
     if device.index is not None:  # the Trainer takes the first one
         torch.accelerator.set_device_index(device.index)

@@ -404,8 +404,9 @@ class DeltaTrainer(DeltaCheckpointTrainer):
             data_collator=self._batch,
         )
         # whether a model divides by the number of items that it is given can only be told by trying (BERT's
-        # classifiers take it and do not), so none is given one: compute_loss weighs the means
-        self.model_accepts_loss_kwargs, self.loss_is_scaled_for_ga = False, True
+        # classifiers take it and do not), so none is given one: compute_loss weighs the means. A Trainer that has a
+        # loss function leaves them as they are; one of 5.17 has no other way to be told
+        self.model_accepts_loss_kwargs, self.compute_loss_func = False, self._part_of_loss
         if sharding.is_sharded(state.model):  # placed and averaged already: no DDP around it
             self.is_distributed_loading_by_transformers = True
         elif sharding.is_distributed():

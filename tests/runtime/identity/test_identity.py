@@ -17,6 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 import deltune
+from tables.versions import needs
 
 from .behaviours import BEHAVIOURS, ROWS, Behaviour, prepared, results, unequal
 from .specimens import VARIANTS, Entry, attach, build, entries, move, specimen, variants
@@ -131,6 +132,7 @@ def test_refused(entry: Entry) -> None:
 TABLES = {"unmade": UNMADE, "refused": REFUSED, "hidden": HIDDEN, "normless": NORMLESS, "layerless": LAYERLESS}
 
 
+@needs("transformers", "5.23")
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
 def test_tables(table: dict[str, str]) -> None:
     """Every row of a table is a class or a family of this version of transformers."""
