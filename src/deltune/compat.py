@@ -152,7 +152,7 @@ def get_checkpoint_function(module: nn.Module) -> Any:
 
 
 def checkpointing_name(kind: type) -> str:
-    """What transformers calls checkpointing in the names of a class's methods or fields; older ones, gradient_…."""
+    """Return "activation_checkpointing", or "gradient_checkpointing" where an older transformers names it so."""
     name = "activation_checkpointing"
     return name if any(attribute.startswith(name) for attribute in dir(kind)) else "gradient_checkpointing"
 

@@ -116,7 +116,7 @@ def check_versions() -> None:
 
     for library, oldest, why in (
         (transformers, MIN_TRANSFORMERS, "older ones ignore some deltas silently"),
-        (torch, MIN_TORCH, "no delta was tried with it"),
+        (torch, MIN_TORCH, "older ones were not tried"),
     ):
         name, version = library.__name__, str(library.__version__)
         if Version(version).release < Version(oldest).release:
@@ -204,10 +204,10 @@ def locate_model(name: str) -> ModelSource:
 
     path = packaged_minilm() if name == "minilm" else user_path(name, "model")
     file = path / "config.json" if path.is_dir() else path
-    if file.is_file() and file.suffix == ".json":
-        return ModelSource(str(path), file)
     if file.is_file():
-        raise DeltuneError(f"{path} is a file and no model: give the folder of config.json and model.safetensors")
+        if file.suffix != ".json":
+            raise DeltuneError(f"{path} is a file and no model: give the folder of config.json and model.safetensors")
+        return ModelSource(str(path), file)
     if path.is_dir():
         contents = ", ".join(sorted(p.name for p in path.iterdir())[:20]) or "nothing"
         raise DeltuneError(f"folder {path} has no config.json, so it is not a model; it holds: {contents}.")

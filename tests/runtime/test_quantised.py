@@ -56,7 +56,7 @@ def product() -> list[Any]:
 
 def trains_quantised(model: PreTrainedModel, method: str, form: Form) -> bool:
     """Whether a method trains in place, of a model in floating point, what a form has quantised."""
-    leaves = () if form.holds_floats else ("weight",) if form.bias_mode else ("weight", "bias")
+    leaves = () if form.holds_floats else ("weight",) if form.trains_biases else ("weight", "bias")
     selected = deltune.attach(model, method)
     planned = selected.delta().planned
     names = {t.name for t in (*planned.selected, *planned.trained_in_part)}
@@ -298,7 +298,7 @@ def test_another_revision_of_the_same_form_is_another_base(folder: Path, tmp_pat
 def test_merging(form: Form, folder: Path, tmp_path: Path) -> None:
     """Quantised again with the error printed, or in floating point with none."""
 
-    in_place = "bitfit" if form.bias_mode else "layernorm"
+    in_place = "bitfit" if form.trains_biases else "layernorm"
 
     def tuned_model() -> tuple[PreTrainedModel, deltune.Tuned]:
         model = load_form(folder, "bert", form)

@@ -35,7 +35,7 @@ class Form:
         holds_floats: Whether its weights stay in floating point and are quantised in each pass.
         bits: The bits of a weight, without its scales.
         exact: Whether evaluation multiplies by the dequantised weight, and does not round what it is multiplied with.
-        bias_mode: Whether the biases of its linears can be trained.
+        trains_biases: Whether the biases of its linears can be trained.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Form:
     holds_floats: bool = False
     bits: int = 8
     exact: bool = True
-    bias_mode: bool = True
+    trains_biases: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -110,8 +110,8 @@ FORMS = {
         Form("torchao fake-quantised int4", change=_fake, holds_floats=True, bits=32),
         Form("quanto int8", _quanto("int8")),
         Form("quanto float8_e4m3fn", _quanto("float8")),
-        Form("hqq int8", change=_hqq(8), bias_mode=False),
-        Form("hqq int4", change=_hqq(4), bits=4, bias_mode=False),
+        Form("hqq int8", change=_hqq(8), trains_biases=False),
+        Form("hqq int4", change=_hqq(4), bits=4, trains_biases=False),
         Form(
             "torchao int8 with quantised activations",
             _torchao("Int8DynamicActivationInt8WeightConfig", version=2),

@@ -114,7 +114,7 @@ def version_of(python: str) -> str | None:
 
 ENDS = os.environ.get("DELTUNE_ENDS", "").split()
 """`make test-ends ENDS="python3.13 python3.13@torch=2.15.0,peft=0.22.0"`: interpreters, with what is not pinned.
-Without ENDS it is the oldest torch and transformers, and the pinned ones."""
+The Makefile has the oldest torch and transformers, and the pinned ones, where none are given."""
 
 LAWS = (
     "tests/anatomy/test_anatomy.py", "tests/runtime/test_equivalences.py", "tests/runtime/test_prefix_equation.py",

@@ -16,8 +16,8 @@ from .output import (
     Quiet,
     TaskOption,
     console,
-    goes_on,
     log_to_stderr,
+    resumable,
 )
 from .threads import free_cores
 
@@ -68,7 +68,7 @@ def choose(
         options = {name: value for name, value in chosen.items() if value is not None}
         file = Path(space)
         expressions = [line.strip() for line in file.read_text().splitlines()] if file.is_file() else None
-        with goes_on(str(output)):
+        with resumable(str(output)):
             choice = choose_method(
                 model, data, output=output, budget=budget, memory=memory, minutes=minutes, mergeable=mergeable,
                 space=space if expressions is None else [line for line in expressions if line and line[0] != "#"],

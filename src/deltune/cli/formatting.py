@@ -179,9 +179,8 @@ def run_table(finished: FinishedRun, folder: str) -> RenderableType:
     lines = f"{method}{rate}: {trained}, {metrics.seconds:.0f} s, {outcome}\nin {folder}"
     if compared := against_probe(finished.best_metrics, finished.split):
         name, of_probe, tuned = compared
-        which = f" by {best.run}" if config.is_series else ""
         lines += f"\n{name} on {finished.split}: a linear probe of the frozen model {of_probe:.3f}, tuned {tuned:.3f}"
-        lines += which
+        lines += f" by {best.run}" if config.is_series else ""
     return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
 
 

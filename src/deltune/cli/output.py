@@ -67,7 +67,7 @@ def is_main_process() -> bool:
 
 
 @contextlib.contextmanager
-def goes_on(what: str) -> Iterator[None]:
+def resumable(what: str) -> Iterator[None]:
     """End with code 130 at Ctrl-C, and say that the same command goes on where this one was."""
     try:
         yield

@@ -13,7 +13,7 @@ import typer
 
 from ..errors import DeltuneError, counted, error_from_problems, error_summary, unknown_name
 from ..files import user_path
-from .output import Json, Quiet, Seed, console, goes_on, log_to_stderr
+from .output import Json, Quiet, Seed, console, log_to_stderr, resumable
 
 if TYPE_CHECKING:
     from ..studies.jobs.pool import Scheduler
@@ -227,7 +227,7 @@ def run(
     done, reused, failed = 0, 0, dict[str, None]()
     with log_to_stderr(quiet), ResultStore(store) as stored, ProgressDisplay(not quiet) as bar:
         for study in requested:
-            with goes_on("it"):
+            with resumable("it"):
                 scheduler = run_jobs(study.jobs, stored, workers, threads, ray, retry, bar, processes if devices else 0)
             done, reused = done + scheduler.done, reused + scheduler.reused
             failed |= dict.fromkeys(scheduler.failed)

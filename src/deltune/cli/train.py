@@ -33,7 +33,7 @@ from .options import (
     load_user_function,
     split_settings,
 )
-from .output import Json, Quiet, console, goes_on, is_main_process, log_to_stderr
+from .output import Json, Quiet, console, is_main_process, log_to_stderr, resumable
 
 if TYPE_CHECKING:
     from ..train.config import RunConfig
@@ -288,7 +288,7 @@ def _train(
             from ..train.trainer import watch_interrupts
 
         watch_interrupts()
-        with goes_on(str(folder)):
+        with resumable(str(folder)):
             return training.train(
                 config,
                 folder,

@@ -188,7 +188,7 @@ def predict(
     if bool(text) == bool(file) or (pair and not text):
         raise DeltuneError("give either --text (with --pair where the run has pairs) or --file")
     if columns and not file:
-        raise DeltuneError("--columns are those of --file; a --text has none")
+        raise DeltuneError("--columns names columns of a --file, and a --text has no columns: give one of the two")
     if row_task is not None and not text:
         raise DeltuneError("--row-task is of --text; a file has a column for the task of each row")
     if output is not None and output.suffix != ".jsonl":

@@ -169,7 +169,7 @@ class PassLock:
 
     @property
     def has_threaded_pass(self) -> bool:
-        """Whether a running pass has passes of its own in other threads, as DataParallel does."""
+        """Whether a forward pass runs that calls the model again in other threads, as DataParallel does."""
         with self.mutex:  # passes that begin meanwhile would change the set while it is read
             return any(running.in_threads for running in list(self._running))
 

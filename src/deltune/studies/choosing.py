@@ -46,6 +46,7 @@ from ..train import (
     StepCost,
     TaskData,
     evaluate,
+    format_duration,
     line_chart,
     load_task_data,
     log_data,
@@ -353,7 +354,7 @@ class _Search:
         except DeltuneError as error:
             return [Candidate(method, math.nan, scalars, dropped=str(error))]
         seconds = self._predicted(cost, final=True)
-        facts = f"{counted(scalars, 'scalar')}, {_duration(seconds)} a run, {format_bytes(cost.peak_bytes)}"
+        facts = f"{counted(scalars, 'scalar')}, {format_duration(seconds)} a run, {format_bytes(cost.peak_bytes)}"
         logger.info("measured %s: %s", method, facts)
         needed = max(FINALISTS * seconds / (1 - SEARCH_SHARE), FINALISTS * seconds + self.seconds) / 60
         why = ""
@@ -363,7 +364,7 @@ class _Search:
             why = f"it cannot be merged ({cost.why_unmerged})"
         elif self.minutes is not None and needed > self.minutes:
             enough = counted(math.ceil(needed), "minute")
-            why = f"a run takes {_duration(seconds)}; give {enough}, or fewer epochs or rows"
+            why = f"a run takes {format_duration(seconds)}; give {enough}, or fewer epochs or rows"
         if why:
             return [Candidate(method, math.nan, scalars, cost, why)]
         rates = [cost.rate, *(float(f"{cost.rate * factor:.2g}") for factor in self.factors if factor != 1)]
@@ -456,7 +457,7 @@ class _Search:
         """Train the candidates, the defaults first; the pruner stops those that fall behind."""
         costs = sorted((one.cost for one in kept.values() if one.cost), key=run_seconds)
         self.longest, self.setup = costs[-FINALISTS:], min(cost.setup_seconds for cost in costs)
-        longest = _duration(run_seconds(costs[-1]))
+        longest = format_duration(run_seconds(costs[-1]))
         logger.info("%s; a whole run takes %s at most", counted(len(kept), "candidate"), longest)
         self._share(self.study, lambda trial, name: self._train(trial, kept[name]), self._time_is_up)
         if untried := [one.user_attrs["candidate"] for one in self.study.get_trials(states=(TrialState.WAITING,))]:
@@ -513,7 +514,7 @@ class _Search:
         done = sum(trial.state.is_finished() for trial in self.study.trials) + 1
         limit = math.inf if self.minutes is None else max(0.0, SEARCH_SHARE * 60 * self.minutes - self.seconds)
         left = min(waiting * self.seconds / done, limit)
-        return f" ({counted(waiting, 'candidate')} left, about {_duration(left)})" if waiting else ""
+        return f" ({counted(waiting, 'candidate')} left, about {format_duration(left)})" if waiting else ""
 
     def _finals(self, kept: Mapping[str, Candidate]) -> list[Candidate]:
         """Train the best two on all rows, under each seed that the time allows, and return them."""
@@ -651,10 +652,6 @@ def _quiet_runs() -> Iterator[None]:
         runs.removeFilter(is_new)
         runs.setLevel(level)
         logger.setLevel(mine)
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds / 60:.1f} minutes" if seconds >= 60 else counted(math.ceil(seconds), "second")
 
 
 def _eighth(steps: int) -> int:

@@ -16,6 +16,7 @@ from .probe import fit_probe as fit_probe
 from .probe import pooled_features as pooled_features
 from .probe import probe_model as probe_model
 from .progress import ProgressDisplay as ProgressDisplay
+from .progress import format_duration as format_duration
 from .rates import Slice as Slice
 from .rates import finalists as finalists
 from .records import Best as Best

@@ -57,7 +57,7 @@ class Mix(FactorForm):
         self.start(tensors)
 
     def start(self, tensors: Tensors) -> None:
-        """Initialise the tensors other than the low-rank factors."""
+        """Initialize the tensors other than the low-rank factors."""
         tensors["weights"].fill_(0.0 if self.softmax else 1 / self.number)
 
     def factors(self, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +117,7 @@ class AdapterFusion(Form):
         self.start(tensors)
 
     def start(self, tensors: Tensors) -> None:
-        """Initialise the tensors other than the low-rank factors."""
+        """Initialize the tensors other than the low-rank factors."""
         kaiming_(tensors["query"])
         tensors["key"].zero_()
         if self.values:

@@ -103,7 +103,7 @@ below this in 95 % of cases."""
 def can_be_at_chance(outcome: Outcome) -> bool:
     """Return whether it makes sense to ask of a run whether it `is_at_chance`.
 
-    Runs on another task than their own are not, nor runs of a search along N, which begins at chance.
+    It makes none for runs on another task than their own, nor for runs of a search along N, which begins at chance.
     """
     cell = outcome.cell
     return cell.get("target", cell.get("task")) == cell.get("task") and (

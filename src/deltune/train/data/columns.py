@@ -265,7 +265,7 @@ def task_kind_doubts(first: DataFile, kind: str, chosen: Mapping[str, str], labe
         if several:
             return [
                 f"{first.name} has {len(labels)} different labels in {len(first.rows)} rows, in its column {column!r}, "
-                f"which may be the ids of its rows. Name the column of the labels with --columns; if these are labels, "
+                "which may be the ids of its rows. Name the column of the labels with --columns; if these are labels, "
                 f"give --task {kind}"
             ]
     if kind == "language" and rows and (format := _format_of_lines(rows[0]["text"])):

@@ -792,15 +792,20 @@ def _normalized_value(column: Column, value: Any, ids: Mapping[str, int]) -> Any
     return int(value) if column.type == "index" else as_number(value) if column.type == "number" else value
 
 
+def _files_by_split(paths: Collection[Path]) -> dict[str, list[Path]]:
+    """Return the files of rows among some paths, by the split that their names say."""
+    return {
+        split: [p for p in paths if data_suffix(p) and p.name.removesuffix(data_suffix(p)) in stems]
+        for split, stems in SPLITS.items()
+    }
+
+
 def _read_folder(folder: Path, needed: Sequence[str], problems: list[str]) -> _RawData:
     """Read the files of a folder, which has at least one of the `needed` splits, and its meta.json."""
     with explain_write_errors(folder):
         entries = sorted(folder.iterdir())
     raw = _RawData({})
-    paths = {
-        split: [p for p in entries if data_suffix(p) in READERS and p.name.removesuffix(data_suffix(p)) in stems]
-        for split, stems in SPLITS.items()
-    }
+    paths = _files_by_split(entries)
     for split, matches in paths.items():
         if len(matches) > 1:
             problems.append(f"more than one file for {split}: {', '.join(p.name for p in matches)}. Keep one")
@@ -882,10 +887,7 @@ def _read_hub(source: str, needed: Sequence[str], layout: HubLayout) -> _RawData
 
 def _holds_data(path: Path) -> bool:
     """Return whether a path is a file of rows, or a folder with one for a split."""
-    if not path.is_dir():
-        return bool(data_suffix(path))
-    stems = {stem for split in SPLITS.values() for stem in split}
-    return any(p.name.partition(".")[0] in stems and data_suffix(p) for p in path.glob("*"))
+    return any(_files_by_split([*path.glob("*")]).values()) if path.is_dir() else bool(data_suffix(path))
 
 
 def _load_from_hub(source: str, files: Mapping[str, str]) -> DatasetDict:
