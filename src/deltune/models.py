@@ -585,17 +585,6 @@ def _class_names(config: PreTrainedConfig, head: str) -> list[str]:
     return [kind.__name__ for kind in (classes if isinstance(classes, tuple) else (classes,))]
 
 
-def load_with_tokenizer(
-    name: str, head: str | None = None, dtype: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer, to answer requests with."""
-    head = head or trained_head(load_config(name)) or "base"
-    tokenizer = load_tokenizer(name)
-    model = load_model(name, head, dtype=dtype)
-    align_padding_token(model, tokenizer)
-    return model, tokenizer
-
-
 def align_padding_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Make model and tokenizer agree on the padding token, in place.
 

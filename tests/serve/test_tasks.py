@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import deltune
 import deltune.serve
 import tiny
 from deltune.models import Pooling, align_padding_token, load_model, load_tokenizer
+from deltune.runtime.delta_schema import MERGED_FACTS
 from deltune.serve.engine.requests import Request, Sampling
+from deltune.train.inference import merge_run
 
 from .served import Served, save_delta, served
 
@@ -51,6 +54,32 @@ def test_classes(encoder: tuple[Served, Path, Path], name: str) -> None:
         assert one["label"] == LABELS[int(expected.argmax())] and list(one["scores"]) == list(LABELS)
     usage = answer.json()["usage"]
     assert usage["prompt_tokens"] == sum(len(tokenizer(text)["input_ids"]) for text in TEXTS) == usage["total_tokens"]
+
+
+@pytest.mark.parametrize("problem_type", [None, "multi_label_classification", "regression"])
+def test_merged_model_that_reads_the_mean(tmp_path: Path, problem_type: str | None) -> None:
+    """What merge writes for sentence-transformers is served as its delta was, beside deltas for the same base."""
+    source, pairs = tiny.still(tiny.model(tmp_path / "model")), problem_type == "regression"
+    labels = LABELS[:1] if problem_type == "regression" else LABELS
+    model = load_model(str(source), "classification", labels)
+    model.config.problem_type = problem_type or "single_label_classification"
+    save_delta(model, tmp_path / "delta", "lora(rank=4)", 0, pooling="mean")
+    merge_run(tmp_path / "delta", tmp_path / "merged", base=str(source))
+    columns = {"text": "a", "label": "b"} | ({"pair": "c"} if pairs else {})
+    (tmp_path / "merged" / MERGED_FACTS).write_text(json.dumps({"columns": columns}))
+    tuned, tokenizer = deltune.load(model.eval(), tmp_path / "delta"), load_tokenizer(str(source))
+    tuned.use("default")
+    with served(model=str(tmp_path / "merged"), served_name="base") as server:
+        body = {"model": "base", "input": list(TEXTS)} | ({"pair": list(TEXTS)} if pairs else {})
+        answer = server.post("/classify", body)
+        wrong = server.post("/classify", {**body, "pair": None if pairs else list(TEXTS)})
+    assert answer.status_code == 200 and wrong.status_code == 400, (answer.text, wrong.text)
+    assert ("classifies pairs" if pairs else "classifies single texts") in wrong.json()["error"]["message"]
+    for text, one in zip(TEXTS, answer.json()["data"], strict=True):
+        with torch.no_grad():
+            logits = model(**tokenizer(text, text if pairs else None, return_tensors="pt")).logits[0]
+        expected = logits if pairs else logits.sigmoid() if problem_type else logits.softmax(-1)
+        assert one["probs"] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_classes_of_pairs(encoder: tuple[Served, Path, Path]) -> None:

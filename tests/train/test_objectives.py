@@ -24,7 +24,7 @@ from deltune.models import align_padding_token
 from deltune.train.chat import Chat
 from deltune.train.config import RunConfig
 from deltune.train.inference import evaluate, load_run
-from deltune.train.overview import overview
+from deltune.train.overview import overview, token_facts
 from deltune.train.run import train
 from deltune.train.run_folder import RunFolder
 from deltune.train.tasks.base import TaskOptions
@@ -298,6 +298,7 @@ def encode(encoder: Any, rows: list[dict[str, Any]], **options: Any) -> Any:
     return tokenizer, encoder(tokenizer, model, columns, TaskOptions(**{"max_length": 64, **options}), True)
 
 
+ENCODERS = (encode_pairs, encode_rated)
 PAIR = {"prompt": "Say a: ", "chosen": "aaa", "rejected": "b"}
 
 
@@ -325,6 +326,12 @@ def test_rows(encoder: Any, rows: list[Any], options: dict[str, Any], answers: A
     for row, (prompt, answer, other) in zip(encoded.rows, answers or (), strict=bool(answers)):
         assert tuple(map(tokenizer.decode, split_answer(row))) == (prompt, answer)
         assert (tokenizer.decode(row["rejected_ids"]) if "rejected_ids" in row else row["desirable"]) == other
+
+
+def test_tokens_of_both_answers_are_counted() -> None:
+    """A pair has as many tokens as its two answers would have, each rated alone."""
+    pairs, rated = (token_facts(encode(encoder, [PAIR, {**PAIR, "rejected": "bbbb"}])[1]) for encoder in ENCODERS)
+    assert pairs == rated and pairs["total"] == 4 * len("Say a: ") + len("aaabaaabbbb") + 4
 
 
 # -- what is refused

@@ -52,6 +52,7 @@ from ..methods.resolve import ResolvedMethod
 from ..methods.schedules import RankSchedule
 from ..methods.spec import Method
 from ..models import (
+    HEAD_LABELS,
     HEADS,
     HEADS_WITH_LABELS,
     Pooling,
@@ -79,7 +80,7 @@ from .handle import Tuned
 from .model_state import refuse_inference_tensors, refuse_shared_modules
 from .modules import Delta, Edit, HeadLabels, parameter_key
 from .offloading import check_offloading, follow_offloading
-from .pooling import check_pooling, gives_up_pooling
+from .pooling import begin_with_head_of, check_pooling, gives_up_pooling
 from .sharding import ADDED_LATE, BEFORE_SHARDING, refuse_sharded, write_once
 from .statistics import check_data, collect_statistics
 
@@ -249,6 +250,21 @@ def attach(
             for config in all_configs(model):
                 prefix_implementation(attention_implementation(config))
         _attach(handle, parsed, planned, name, head, pooling, data, original)
+    return handle
+
+
+def attach_trained_head(model: PreTrainedModel, source: str, pooling: str, name: str = "default") -> Tuned:
+    """Attach a delta that leaves a model's own head as it is, and has it read what the model's files say.
+
+    Args:
+        model: A classifier over the labels of the files.
+        source: The name of the model, whose files have the head where it reads another pooling than its class.
+        pooling: The pooling that the head reads.
+        name: The name of the delta on this model.
+    """
+    handle = attach(model, "head", name, head="freeze", pooling=pooling)  # type: ignore[arg-type]
+    if pooling != "model" and not begin_with_head_of(source, model, handle.anatomy, handle.delta(name).pooling):
+        raise DeltuneError(f"the linear of {source} is no head over the labels that stand beside it ({HEAD_LABELS})")
     return handle
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -26,12 +26,18 @@ from ..models import Pooling
 
 FORMAT = 1
 
+MERGED_FACTS = "trained.json"
+"""The file with the inputs that a merged model was trained on, which its own files do not say."""
+
 LONGEST_NUMBER = 40
 """The number of digits that a number in a method may have. Python cannot print numbers beyond its own limit."""
 
 Text = Annotated[str, Field(max_length=4096)]
 Expression = Annotated[str, Field(max_length=1 << 20)]
 Shape = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 48)]], Field(max_length=8)]
+
+
+P = TypeVar("P", bound="_Part")
 
 
 class _Part(BaseModel):
@@ -159,8 +165,22 @@ def read_metadata_file(path: Path) -> DeltaMetadata:
     written = value.get("format") if isinstance(value, dict) else None
     if isinstance(written, int) and not isinstance(written, bool) and written != FORMAT and "method" in value:
         raise DeltuneError(f"{path} has format {str(written)[:20]}, this deltune reads {FORMAT}; update deltune")
+    return _validated(DeltaMetadata, value, path)
+
+
+def merged_facts(folder: Path) -> TrainedFacts:
+    """Return what `deltune merge` wrote of the inputs that a model was trained on; nothing of other models."""
+    file = folder / MERGED_FACTS
+    return (
+        _validated(TrainedFacts, parse_json_file(read_json_bytes(file), file), file)
+        if file.is_file()
+        else TrainedFacts()
+    )
+
+
+def _validated(kind: type[P], value: object, path: Path) -> P:
     try:
-        return DeltaMetadata.model_validate(value)
+        return kind.model_validate(value)
     except ValidationError as error:
         title = f"{path} is not as deltune writes it (it was damaged or edited, or it is another program's)"
         raise error_from_problems(title, validation_problems(error), fault="files") from error

@@ -20,11 +20,11 @@ def load_server(config: ServeConfig) -> Server:
     import torch
     from torch import nn
 
-    from ..models import load_with_tokenizer
+    from .engine.backbone import load_to_serve
     from .engine.server import Server
 
     head, dtype = (None if value == "auto" else value for value in (config.model.kind, config.model.dtype))
-    model, tokenizer = load_with_tokenizer(config.model.name, head, dtype)
+    model, tokenizer = load_to_serve(config.model.name, head, dtype)
     device = config.model.device
     if device == "auto":
         device = str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"

@@ -29,7 +29,6 @@ from ..errors import (
 from ..files import explain_write_errors, user_path, write_json, write_jsonl
 from ..interop.base import is_foreign, read_options
 from ..models import (
-    HEAD_LABELS,
     HEADS,
     HEADS_WITH_LABELS,
     LANGUAGE_MODEL_HEADS,
@@ -45,10 +44,10 @@ from ..models import (
 )
 from ..runtime import attach
 from ..runtime.attach import atomic_new_folder, load, tuned
-from ..runtime.delta_schema import TrainedFacts
+from ..runtime.delta_schema import MERGED_FACTS, TrainedFacts, merged_facts
 from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
-from ..runtime.pooling import begin_with_head_of, gives_up_pooling, write_sentence_model
+from ..runtime.pooling import gives_up_pooling, write_sentence_model
 from ..runtime.serialization import open_delta
 from ..templates import chat_prompt, cut_at_end, end_tokens, question, tokenize_prompts, with_chat_template
 from . import setup as task_setup
@@ -64,7 +63,7 @@ from .overview import absent_labels, blank_notes, label_counts
 from .prediction_inputs import Input, columns_from_inputs
 from .presets import merge_values
 from .progress import ProgressDisplay
-from .run_folder import MERGED_FACTS, DeltaFolder, ModelFolder, RunFolder, merged_facts, open_run
+from .run_folder import DeltaFolder, ModelFolder, RunFolder, open_run
 from .setup import (
     TaskSetup,
     check_fits,
@@ -303,18 +302,10 @@ def load_base(
     return model
 
 
-def attach_trained_head(model: PreTrainedModel, name: str, pooling: str) -> Tuned:
-    """Attach a delta that leaves a model's own head as it is and has it read what its files say."""
-    handle = attach.attach(model, "head", head="freeze", pooling=pooling)  # type: ignore[arg-type]
-    if pooling != "model" and not begin_with_head_of(name, model, handle.anatomy, handle.delta().pooling):
-        raise DeltuneError(f"the linear of {name} is no head over the labels that stand beside it ({HEAD_LABELS})")
-    return handle
-
-
 def _attach_delta(model: PreTrainedModel, opened: RunFolder, name: str = "default") -> Tuned:
     """Attach the delta of a folder, with the names for its labels that were given with it; of a model its head."""
     if isinstance(opened, ModelFolder):
-        return attach_trained_head(model, str(opened.folder), opened.pooling)
+        return attach.attach_trained_head(model, str(opened.folder), opened.pooling)
     handle = load(model, opened.folder, name=name)
     if isinstance(opened, DeltaFolder) and opened.names_labels:
         delta = handle.attached.delta(name)
@@ -488,7 +479,7 @@ def evaluate_untuned(
     tokenizer = load_task_tokenizer(name, config.data)
     backbone = load_base(config, head, labels, tokenizer)
     if head == saved.kind and saved.pooling != "model":
-        attach_trained_head(backbone, name, saved.pooling)
+        attach.attach_trained_head(backbone, name, saved.pooling)
     if head == "causal-lm":
         check_causal(backbone)
     backbone.to(task_setup.resolve_device())  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from .setup import fit_lengths, length_limits, load_task_data, load_task_tokeniz
 from .tasks.base import TaskKind, TaskOptions
 from .tasks.chat import CHAT, check_lengths, notes, with_one_template
 from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row, not_causal_error
+from .tasks.preferences import split_answer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -279,8 +280,10 @@ def balance(counts: dict[str, int], most: int = 8) -> str:
 
 
 def token_facts(encoded: EncodedRows) -> dict[str, int]:
-    """Return numbers of tokens of a split."""
+    """Return numbers of tokens of a split. Of a preference each answer is counted with its prompt."""
     lengths = encoded.lengths or [0]
+    if len(encoded) and "rejected_ids" in encoded.rows[0]:
+        lengths = lengths + [len(split_answer(row)[0]) + len(row["rejected_ids"]) for row in encoded.rows]
     facts = {
         "shortest": min(lengths), "median": round(statistics.median(lengths)), "longest": max(lengths),
         "total": sum(lengths), "cut_rows": encoded.truncated, "cut_tokens": encoded.truncated_tokens,

@@ -31,7 +31,7 @@ from ..interop.base import is_foreign, read_options
 from ..interop.foreign import foreign_base
 from ..methods.registry import parse
 from ..models import HEADS_WITH_LABELS, NAME_ON_HUB, folders_beside, head_of_class_name, read_trained_head
-from ..runtime.delta_schema import TrainedFacts
+from ..runtime.delta_schema import TrainedFacts, merged_facts
 from ..runtime.serialization import read_metadata
 from .config import RunConfig, read_config
 from .records import (
@@ -45,9 +45,6 @@ from .records import (
 )
 
 REPORT_FILE = "report.html"
-
-MERGED_FACTS = "trained.json"
-"""The file of a merged model with the inputs that its delta was trained on, as delta.json has them."""
 
 LOCK_FILE = ".lock"
 """The file that a process locks while it works on a run; only a killed process leaves it behind."""
@@ -501,12 +498,6 @@ class ModelFolder(DeltaFolder):
         self.base, self.is_foreign, self.names_labels = str(self.folder), False, False
         self._method, self._trained = "head", merged_facts(self.folder)
         self.head, self.pairs = kind, pairs or bool(self._trained.takes_pairs)
-
-
-def merged_facts(folder: Path) -> TrainedFacts:
-    """Return what `deltune merge` wrote of the inputs that a model was trained on; nothing of other models."""
-    file = folder / MERGED_FACTS
-    return TrainedFacts.model_validate(read_record(TrainedFacts, file)) if file.is_file() else TrainedFacts()
 
 
 def named_labels(before: Sequence[str], labels: Sequence[str], folder: Path) -> tuple[str, ...]:

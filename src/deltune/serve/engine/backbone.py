@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...anatomy.skeleton import base_modules, base_tensors
 from ...anatomy.types import Stack
@@ -27,10 +27,17 @@ from ...errors import DeltuneError, error_summary
 from ...methods.forms.prompt import Prompt
 from ...methods.positions import ALL
 from ...methods.registry import parse
-from ...models import HEADS
-from ...runtime.attach import add_delta, check_base_of_delta, find_tuned, has_sliding_window, read_delta
+from ...models import HEADS, align_padding_token, load_model, load_tokenizer, read_trained_head
+from ...runtime.attach import (
+    add_delta,
+    attach_trained_head,
+    check_base_of_delta,
+    find_tuned,
+    has_sliding_window,
+    read_delta,
+)
 from ...runtime.attention import PREFIX, CacheablePrefix, cacheable_prefix
-from ...runtime.delta_schema import TrainedFacts
+from ...runtime.delta_schema import TrainedFacts, merged_facts
 from ...runtime.handle import Tuned
 from ...runtime.modules import Delta, Edit, HeadLabels
 from ...runtime.pass_manager import condition
@@ -44,6 +51,9 @@ T = TypeVar("T")
 
 ALL_LENGTHS = 1 << 30
 """The number of positions of a model that has no table of them."""
+
+OWN_HEAD = "deltune-own-head"
+"""The name on the model of what has its own head read the pooling that sentence-transformers gives it."""
 
 _numbers = itertools.count()
 
@@ -110,6 +120,22 @@ class PreparedDelta:
     bytes: int  # its size in memory
 
 
+def load_to_serve(
+    name: str, head: str | None = None, dtype: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model with the head that its files have, or another, and its tokenizer."""
+    trained = read_trained_head(name)
+    head = head or trained.kind or "base"
+    is_sentence_model = head == trained.kind and trained.pooling != "model"
+    tokenizer = load_tokenizer(name)
+    model = load_model(name, head, trained.labels if is_sentence_model else None, dtype=dtype)
+    align_padding_token(model, tokenizer)
+    if is_sentence_model:
+        HeadLabels(tuple(enumerate(trained.labels)), trained.problem_type).apply_to(model)
+        attach_trained_head(model, name, trained.pooling, OWN_HEAD)
+    return model, tokenizer
+
+
 class Backbone:
     """A model of one class with the deltas that are attached to it; one thread attaches and detaches them."""
 
@@ -135,12 +161,14 @@ class Backbone:
         labels = self.attached.base_labels
         names = tuple(name for _, name in labels.id2label) if set(tasks) & {"classify", "tag"} else ()
         return LoadedDelta(
-            None, "", self, None, labels=names, problem_type=labels.problem_type, tasks=tasks, permanent=True
-        )
+            None, "", self, OWN_HEAD if OWN_HEAD in self.attached.names else None, labels=names,
+            problem_type=labels.problem_type, tasks=tasks, trained=merged_facts(Path(self.model.name_or_path or "")),
+            permanent=True,
+        )  # fmt: skip
 
     def attached_before(self) -> Iterator[LoadedDelta]:
         """Yield the deltas that were attached to the model before the server was made."""
-        for name in self.attached.names:
+        for name in (name for name in self.attached.names if name != OWN_HEAD):
             self._check(self.attached.delta(name))
             yield self._loaded(name, name, "attached", self.attached.delta(name))
 

@@ -16,7 +16,7 @@ from ...errors import DeltuneError
 from ...models import first_sub_words, tag_all_words
 from ...runtime.padding import Side
 from .backbone import Backbone
-from .jobs import Job
+from .jobs import Job, named
 from .queue import FairQueue, FairShare
 from .requests import Answer
 
@@ -256,8 +256,9 @@ def _tags(job: Job, tags: list[str], labels: Sequence[str]) -> list[tuple[str, s
 
 
 def not_finite(job: Job) -> DeltuneError:
-    name = "the base model" if job.request.delta is None else f"delta {job.request.delta!r}"
-    return DeltuneError(f"{name} gives numbers for this input that are not finite, so there is no answer")
+    return DeltuneError(
+        f"{named(job.request.delta)} gives numbers for this input that are not finite, so there is no answer"
+    )
 
 
 def answer_of(job: Job, **values: Any) -> Answer:

@@ -317,14 +317,20 @@ def check_request(request: object) -> None:
         )
 
 
+def named(delta: str | None) -> str:
+    """Return how messages name what answers a request."""
+    return "the base model" if delta is None else f"delta {delta!r}"
+
+
 def check_pair(request: Request, takes_pairs: bool | None) -> None:
     """Check that a classified text comes with a second one if and only if its delta was trained on pairs."""
     if request.text is None or takes_pairs is None or takes_pairs == (request.second_text is not None):
         return
+    which = named(request.delta)
     raise InvalidRequest(
-        f"delta {request.delta!r} classifies pairs of texts: send the second one too (over HTTP in pair)"
+        f"{which} classifies pairs of texts: send the second one too (over HTTP in pair)"
         if takes_pairs
-        else f"delta {request.delta!r} classifies single texts: send no second one (over HTTP no pair)"
+        else f"{which} classifies single texts: send no second one (over HTTP no pair)"
     )
 
 
@@ -345,9 +351,8 @@ def check_task(task: str, tasks: tuple[str, ...], delta: str | None) -> None:
     if task not in ENDPOINTS:
         raise InvalidRequest(unknown_name("task", task, ENDPOINTS))
     if task not in tasks:
-        what = "the base model" if delta is None else f"delta {delta!r}"
         possible = ", ".join(f"{name} ({ENDPOINTS[name]})" for name in tasks) or "nothing"
-        raise InvalidRequest(f"{what} cannot be asked to {task}; it can be asked to {possible}")
+        raise InvalidRequest(f"{named(delta)} cannot be asked to {task}; it can be asked to {possible}")
 
 
 def row_task(job: Job, loaded: LoadedDelta) -> int:

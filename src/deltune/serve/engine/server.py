@@ -35,10 +35,9 @@ from ...errors import (
     excerpt,
 )
 from ...files import user_path
-from ...models import load_with_tokenizer
 from ...runtime.padding import padding_side
 from ..errors import UNANSWERED, EngineClosed, InvalidRequest, RequestTimeout, UnknownDelta
-from .backbone import Backbones, LoadedDelta
+from .backbone import Backbones, LoadedDelta, load_to_serve
 from .catalog import Catalog, Entry, State
 from .encoding import BatchLimits, EncodingLane
 from .folders import HEAD_TASKS, DeltasFolder
@@ -152,7 +151,7 @@ class Server:
         # A folder that cannot be read is reported before anything is loaded or changed.
         folder = None if self.root is None else DeltasFolder.at(self.root)
         if isinstance(model, str | Path):
-            model, loaded_tokenizer = load_with_tokenizer(str(model))
+            model, loaded_tokenizer = load_to_serve(str(model))
             tokenizer = loaded_tokenizer if tokenizer is None else tokenizer
         if not isinstance(model, PreTrainedModel):
             raise DeltuneError(f"a server takes a model of transformers, or its name, not {describe_value(model)}")
