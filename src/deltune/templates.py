@@ -19,6 +19,16 @@ from .files import user_path
 Tokens = tuple[int, ...]
 
 
+def split_words(text: str) -> list[tuple[int, int]]:
+    """Return where the words and the marks between them begin and end, as texts with spans are split."""
+    return [match.span() for match in re.finditer(r"\w+|[^\w\s]", text)]
+
+
+def words_to_tag(text: str, columns: Mapping[str, str]) -> list[str]:
+    """Return the words of a text for a tagger that was trained on these columns: without spans, split at blanks."""
+    return [text[i:j] for i, j in split_words(text)] if "spans" in columns else text.split()
+
+
 def surrounding_tokens(tokenizer: Any, side: str = "text") -> tuple[Tokens, Tokens]:
     """Return the tokens that a tokenizer writes before and behind every text."""
     text = string.ascii_letters + string.digits

@@ -570,7 +570,7 @@ def test_predict_from_files(deltune: Command, root: Path, tmp_path: Path) -> Non
     table = deltune("predict", run, "--file", root / "data" / "test.jsonl", "--json")
     assert len(json.loads(table.out)) == 24
     (tmp_path / "x.csv").write_text("sentence\na\n")
-    for file, match in [("x.csv", "unknown column 'text'"), ("none.txt", "cannot be read")]:
+    for file, match in [("x.csv", "unknown column 'text'"), ("none.txt", "unknown file 'none.txt'")]:
         wrong = deltune("predict", run, "--file", tmp_path / file)
         assert wrong.code == 2 and match in wrong.err
     for suffix, text in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import tiny
 from deltune.models import Pooling, align_padding_token, load_model, load_tokenizer
 from deltune.runtime.delta_schema import MERGED_FACTS
 from deltune.serve.engine.requests import Request, Sampling
+from deltune.templates import words_to_tag
 from deltune.train.inference import merge_run
 
 from .served import Served, save_delta, served
@@ -54,6 +56,24 @@ def test_classes(encoder: tuple[Served, Path, Path], name: str) -> None:
         assert one["label"] == LABELS[int(expected.argmax())] and list(one["scores"]) == list(LABELS)
     usage = answer.json()["usage"]
     assert usage["prompt_tokens"] == sum(len(tokenizer(text)["input_ids"]) for text in TEXTS) == usage["total_tokens"]
+
+
+def test_texts_are_split_as_in_training(encoder: tuple[Served, Path, Path], tmp_path: Path) -> None:
+    """A tagger of texts with spans reads marks apart from words, as `deltune predict` does; another one does not."""
+    _, source, deltas = encoder
+    shutil.copytree(deltas / "tagger", tmp_path / "deltas" / "blanks")
+    shutil.copytree(deltas / "tagger", tmp_path / "deltas" / "spans")
+    file = tmp_path / "deltas" / "spans" / "delta.json"
+    columns = {"tokens": "text", "spans": "entities"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"trained": {"columns": columns}}))
+    text = "the old hammer (a plum)."
+    with served(model=str(source), deltas=str(tmp_path / "deltas"), served_name="base") as server:
+        words = {
+            name: [w["word"] for w in server.post("/tag", {"model": name, "input": text}).json()["data"][0]["words"]]
+            for name in ("blanks", "spans")
+        }
+    assert words["blanks"] == text.split() and words["spans"] == ["the", "old", "hammer", "(", "a", "plum", ")", "."]
+    assert words["spans"] == words_to_tag(text, columns)
 
 
 @pytest.mark.parametrize("problem_type", [None, "multi_label_classification", "regression"])

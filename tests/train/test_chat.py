@@ -254,5 +254,7 @@ def test_what_a_data_set_holds(base: Path, tmp_path: Path) -> None:
     assert any("a run refuses it: RobertaForCausalLM is an encoder" in line for line in notes)
     with pytest.raises(DeltuneError, match="RobertaForCausalLM holds: 64 tokens"):
         overview(chats.replace(data=answers, template="roles", max_length=65), str(folder))
+    with pytest.raises(DeltuneError, match="RobertaForCausalLM is an encoder"):  # and no word of templates
+        train(chats.replace(model=str(folder), template=None), tmp_path / "run", progress=False)
     with pytest.raises(DeltuneError, match="--task chat --columns prompt=prompt,completion=chosen"):
         train(chats.replace(data=str(tmp_path / "pairs.jsonl")), tmp_path / "run", progress=False)

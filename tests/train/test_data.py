@@ -776,16 +776,18 @@ def test_error(tmp_path: Path, texts: dict[str, Any], expected: list[str]) -> No
         ),
         (
             {"text": "text"},
-            "does not name a different column for each that is needed. The data is read as classification",
+            "no column is named for label. train.jsonl has text, label. The data is read as classification",
         ),
-        (["text"], "does not name a different column for each that is needed. The data is read as classification"),
+        (["text"], "no column is named for label. train.jsonl has"),
+        (["text", "text"], "['text', 'text'] names a column twice. train.jsonl has text, label. The data is read"),
+        (["a", "b", "c", "d"], "['a', 'b', 'c', 'd'] names more columns than the 2 that are read. train.jsonl has"),
         (
-            ["text", "text"],
-            "does not name a different column for each that is needed. The data is read as classification",
+            {"text": "text", "spans": "label"},
+            "columns of spans of a text are spans, tokens, and here are text, spans: --columns spans=label,tokens=…",
         ),
         (
-            ["a", "b", "c", "d"],
-            "does not name a different column for each that is needed. The data is read as classification",
+            {"sentence": "text", "tags": "label"},
+            "columns of a word a row are sentence, tokens, tags, and here are sentence, tags:",
         ),
     ],
 )
@@ -874,7 +876,7 @@ def test_rows_with_one_input_stay_in_one_split(tmp_path: Path) -> None:
     assert [len(split) for split in texts] == [24, 3, 3] and len(set.union(*texts)) == 30
     assert got.notes[0].endswith("72 train, 9 validation, 9 test; rows with the same input stay together")
     few = loading.load_data(str(tiny.lines(tmp_path / "b.jsonl", rows[:19] * 2)))
-    assert "has 19 different rows, too few to hold some out" in few.notes[0]
+    assert "has 19 different inputs, too few to hold some out" in few.notes[0]
 
 
 GUIDE = Path(__file__).parents[2] / "docs" / "train" / "data.md"

@@ -20,7 +20,7 @@ from deltune.train.inference import (
     import_adapter,
     load_run,
     merge_run,
-    method_at_end,
+    model_and_method,
     predict_rows,
 )
 from deltune.train.prediction_inputs import inputs_from_file
@@ -154,7 +154,8 @@ def test_a_run_begins_with_the_ranks_that_were_left(places: Path, tmp_path: Path
     further = start.replace(init_from=str(tmp_path / "one"), lr=1e-12, steps=1)
     with pytest.raises(DeltuneError, match="whose ranks were cut in training: give the former"):
         train(further, tmp_path / "two", report=False)
-    train(further.replace(method=method_at_end(tmp_path / "one")), tmp_path / "two", report=False)
+    model, method = model_and_method(tmp_path / "one")
+    train(further.replace(model=model, method=method), tmp_path / "two", report=False)
     one, two = (load_file(tmp_path / name / "delta" / "delta.safetensors") for name in ("one", "two"))
     torch.testing.assert_close(two, one)
 
@@ -162,7 +163,7 @@ def test_a_run_begins_with_the_ranks_that_were_left(places: Path, tmp_path: Path
 def test_a_run_begins_with_an_adapter_of_peft(places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     base = str(places / "bert")
-    spec = tiny.spec(tmp_path, model=base, method=method_at_end(places / "peft", base), steps=1, lr=1e-12)
+    spec = tiny.spec(tmp_path, model=base, method=model_and_method(places / "peft", base)[1], steps=1, lr=1e-12)
     train(spec.replace(init_from=str(places / "peft")), tmp_path / "run", report=False)
     assert "the pooler of the model's class, as the delta of --init-from has it (--pooling)" in caplog.text
     assert f"the head goes on, with labels without names: LABEL_0 is {sorted(tiny.WORDS)[0]}, LABEL_1" in caplog.text

@@ -296,6 +296,11 @@ def test_blank_lines_are_told_and_ids_are_lines(
     with pytest.warns(UserWarning, match="1 blank lines are left out"):
         inputs = prediction_inputs.inputs_from_file(tmp_path / "some.txt", run.folder)
     assert inputs == [{"id": "1", "input": "one"}, {"id": "3", "input": "three"}]
+    for name, reason in (("sme.txt", r"unknown file 'sme.txt' in .*Did you mean 'some.txt'"), ("a.xlsx", "as CSV")):
+        if name == "a.xlsx":
+            (tmp_path / name).write_text("one")
+        with pytest.raises(DeltuneError, match=reason):
+            prediction_inputs.inputs_from_file(tmp_path / name, run.folder)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\nthree\n"))
     assert [row["input"] for row in prediction_inputs.inputs_from_file(Path("-"), run.folder)] == ["one", "three"]
 

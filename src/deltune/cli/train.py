@@ -223,10 +223,11 @@ def run(
     folder = output if folder is None or output is not None else user_path(folder, "output")
     overrides = flatten({**_parse_options(options), **_parse_settings(settings or [])})
     merged = merge_values(flatten(values), overrides)
-    if merged.get("init_from") and "method" not in merged:
-        from ..train.inference import method_at_end
+    if merged.get("init_from") and not {"model", "method"} <= merged.keys():
+        from ..train.inference import model_and_method
 
-        merged["method"] = method_at_end(merged["init_from"], merged.get("model"))
+        model, method = model_and_method(merged["init_from"], merged.get("model"))
+        merged = {"model": model, "method": method, **merged}
     config = RunConfig.from_flat(**merged)
     if print_config:
         print(_commented(config), end="")

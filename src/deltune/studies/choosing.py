@@ -306,7 +306,7 @@ class _Search:
             raise DeltuneError(
                 f"data {data.source} has {what}: choosing needs a validation split and "
                 f"{math.ceil(self.base.optim.batch_size / HELD_OUT[0])} training rows or more, a fifth of which judges "
-                "the candidates"
+                "the candidates; with fewer, deltune train --method lora --search lr=0.003 --search lr=0.01 tries rates"
             )
         if data.kind == "classification" and len(set(data.splits["train"]["label"])) < 2:
             raise DeltuneError(f"data {data.source}: all {rows:,} training rows have one label; nothing can be chosen")

@@ -315,12 +315,13 @@ def _attach_delta(model: PreTrainedModel, opened: RunFolder, name: str = "defaul
     return handle
 
 
-def method_at_end(run: str | Path, base: str | None = None) -> str:
-    """Return the method of a run or delta as its training left it, for another to begin with its weights."""
+def model_and_method(run: str | Path, base: str | None = None) -> tuple[str, str]:
+    """Return the model and the method of a run or delta as its training left it, for another to begin with it."""
     folder = open_run(run, base)
+    name = folder.config.model.name
     if folder.is_foreign:
-        return repr(tuned(load_run(run, base).model).delta().method)
-    return open_delta(folder.delta).facts.method
+        return name, repr(tuned(load_run(run, base).model).delta().method)
+    return name, open_delta(folder.delta).facts.method
 
 
 def _has_labels(kind: TaskKind) -> bool:

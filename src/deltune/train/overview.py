@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import transformers
 
-from ..anatomy.inspection import inspect
 from ..anatomy.skeleton import fill_with_zeros
 from ..anatomy.tracing import meta_model
 from ..errors import DeltuneError, counted, excerpt, first_names, number_range, word_list
@@ -27,7 +26,7 @@ from .progress import ProgressDisplay
 from .setup import fit_lengths, length_limits, load_task_data, load_task_tokenizer, task_kind_for
 from .tasks.base import TaskKind, TaskOptions
 from .tasks.chat import CHAT, check_lengths, notes, with_one_template
-from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row, not_causal_error
+from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row, check_decoder
 from .tasks.preferences import split_answer
 
 if TYPE_CHECKING:
@@ -152,8 +151,11 @@ def _encode(
         task_kind_for(data.kind, configuration, config.generation.answer)
     except DeltuneError as error:
         refusals.append(error)
-    if kind.head == "causal-lm" and not any(stack.causal for stack in inspect(model).stacks):
-        refusals.append(not_causal_error(model))
+    if kind.head == "causal-lm":
+        try:
+            check_decoder(configuration)
+        except DeltuneError as error:
+            refusals.append(error)
     for split, rows in encoded.items() if kind is CHAT else ():
         try:
             check_lengths(rows, split, limits.max_length, config.data.max_cut)

@@ -12,8 +12,10 @@ from typing import Any
 from ..config import split_commas
 from ..errors import DeltuneError, error_from_problems, first_names, unknown_name, word_list
 from ..files import explain_write_errors, user_path, write_jsonl
+from ..templates import words_to_tag
 from .data.columns import INPUT_TYPES, TASK_COLUMNS, TYPE_DESCRIPTIONS, columns_option, value_fits
 from .data.readers import (
+    SPREADSHEETS,
     STDIN,
     UnreadableFileError,
     data_suffix,
@@ -21,7 +23,7 @@ from .data.readers import (
     read_rows,
     text_lines,
 )
-from .data.shapes import join_words, split_words
+from .data.shapes import join_words
 from .run_folder import RunFolder, open_run
 
 logger = logging.getLogger("deltune")
@@ -88,8 +90,7 @@ def _by_role(value: Input, roles: Sequence[str], run: RunFolder) -> dict[str, An
         row = dict(zip([*roles, *map(str, range(len(value)))], value, strict=False))
     row |= {"task": str(row["task"])} if "task" in row else {}
     if words and isinstance(row.get(roles[0]), str):
-        text = row[roles[0]]
-        row[roles[0]] = [text[i:j] for i, j in split_words(text)] if "spans" in run.data.columns else text.split()
+        row[roles[0]] = words_to_tag(row[roles[0]], run.data.columns)
     return row
 
 
@@ -117,7 +118,11 @@ def inputs_from_file(
     `columns` names those that are read, such as "text=a", as in the data of a run [by default as the run does].
     """
     path = path if path == STDIN else user_path(path, "file")
-    if data_suffix(path).partition(".gz")[0] in ("", ".txt"):
+    if path != STDIN and not path.is_file():
+        files = [each.name for each in path.parent.glob("*") if each.is_file()]
+        where = "this folder" if path.parent == Path() else str(path.parent)
+        raise DeltuneError(unknown_name("file", path.name, files, where=where))
+    if data_suffix(path).partition(".gz")[0] in ("", ".txt") and path.suffix.lower() not in SPREADSHEETS:
         return _inputs_from_lines(path)
     table = read_rows(path)
     pairs = split_commas(columns or "")

@@ -22,7 +22,14 @@ from ..files import explain_write_errors
 from ..methods.memory import peak_bytes
 from ..methods.registry import parse
 from ..methods.schedules import RankSchedule
-from ..models import HEADS_WITH_LABELS, LANGUAGE_MODEL_HEADS, align_padding_token, fresh_tensors, load_model
+from ..models import (
+    HEADS_WITH_LABELS,
+    LANGUAGE_MODEL_HEADS,
+    align_padding_token,
+    fresh_tensors,
+    load_config,
+    load_model,
+)
 from ..runtime import sharding
 from ..runtime.attach import attach, load, read_delta
 from ..runtime.handle import Tuned
@@ -77,7 +84,7 @@ from .setup import ModelCache, TaskSetup, fit_lengths, is_chat, length_limits, l
 from .tasks import token_cache
 from .tasks.base import Columns, TaskKind, TaskOptions, check_tasks
 from .tasks.chat import CHAT, check_lengths, untrained_tokens, with_one_template
-from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, collate
+from .tasks.encoding import EncodedRows, LengthGroupedBatches, check_causal, check_decoder, collate
 from .tasks.generation import CAUSAL_GENERATION, LANGUAGE_MODELING
 from .trainer import DeltaCheckpointTrainer, DeltaTrainer, ReportCallback, RunState, total_steps
 
@@ -383,6 +390,7 @@ def _prepare(
         return (one for text in data.splits["train"][COLUMN] for one in as_conversations(text))
 
     if is_chat(kind):  # before the model is loaded
+        check_decoder(load_config(config.model.name))
         tokenizer = with_one_template(tokenizer, config.generation.template, chats)
     model = _base_model(config.model, setup, tokenizer, seed, cache)
     if objective != "sft" or config.runtime.use_liger_kernel == "on":
@@ -794,6 +802,8 @@ def _log_start(state: RunState, untrained: str) -> None:
         what = "the pooler of the model's class" if pooling == "model" else f"{pooling} of the last hidden states"
         logger.info("the head reads: %s, %s (--pooling)", what, state.why_pooling)
     source = f", the default of the method for {state.total_steps:,} steps" if optim.lr_source == DEFAULT else ""
+    if source and state.config.method.init_from is not None:
+        source += " from fresh weights: what goes on from trained ones usually needs less"
     steps = state.batches.steps_per_epoch
     length = f"{counted(optim.epochs, 'epoch')} of {counted(steps, 'step')}"
     length = length if optim.steps is None else counted(optim.steps, "step")

@@ -378,7 +378,7 @@ class TagBody(EncodingBody):
     """Label each word of texts."""
 
     input: Text | Texts | Annotated[list[Texts], Field(fail_fast=True, max_length=MAX_INPUTS)] = Field(
-        description="a text, which is split at blanks, a list of texts, or a list of lists of words"
+        description="a text, which is split as in training, a list of texts, or a list of lists of words"
     )
 
 

@@ -16,7 +16,16 @@ from typing import Any
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ...errors import DeltuneError, describe_value, excerpt, unknown_name
-from ...templates import Tokens, begin_token, chat_prompt, end_tokens, special_tokens, tokenize_prompts
+from ...runtime.delta_schema import TrainedFacts
+from ...templates import (
+    Tokens,
+    begin_token,
+    chat_prompt,
+    end_tokens,
+    special_tokens,
+    tokenize_prompts,
+    words_to_tag,
+)
 from ..errors import InvalidRequest
 from .backbone import LoadedDelta
 from .grammar import Grammar
@@ -120,9 +129,10 @@ class RequestEncoder:
         listener: Listener | None = None,
         max_length: int | None = None,
         readable: int | None = None,
-        chat_template: str | None = None,
+        trained: TrainedFacts | None = None,
     ) -> Job:
-        """Return a request as a job; messages become a text by a chat template, or by the tokenizer's."""
+        """Return a request as a job, of inputs as those on which its delta was trained."""
+        trained = trained or TrainedFacts()
         names = ("text", "tokens", "words", "messages")
         kinds = [name for name in names if getattr(request, name) is not None]
         if len(kinds) != 1:
@@ -143,14 +153,16 @@ class RequestEncoder:
         if request.task == "generate":
             if request.second_text is not None:
                 raise InvalidRequest("second_text is for classifiers of pairs; put both texts into one prompt")
-            form = self._call_form(request, chat_template)
-            return Job(request, {"input_ids": self._prompt(request, chat_template)}, listener=listener, call_form=form)
+            form = self._call_form(request, trained.chat_template)
+            return Job(
+                request, {"input_ids": self._prompt(request, trained.chat_template)}, listener=listener, call_form=form
+            )
         limits = {} if max_length is None else {"truncation": True, "max_length": max_length}
         words: list[str] = []
         with self._tokenizer_for(request) as tokenizer:
             try:
                 if request.task == "tag":
-                    words = list(request.words or (request.text or "").split())
+                    words = list(request.words or words_to_tag(request.text or "", trained.columns or {}))
                     encoded = tokenizer(words, is_split_into_words=True, verbose=False, **limits)
                     word_ids = encoded.word_ids(0) if words else []
                 else:

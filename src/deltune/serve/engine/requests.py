@@ -59,7 +59,7 @@ class Request:
         task: What is to be computed.
         text: The input. Give one of `text`, `tokens`, `words` and `messages`.
         tokens: The input as token ids, which are taken as they are.
-        words: The words of the input, for `tag`; a text is split at blanks.
+        words: The words of the input, for `tag`; a text is split as the texts that its delta was trained on.
         messages: A chat, for `generate`, such as `({"role": "user", "content": "a text"},)`. The chat template of the
             tokenizer makes the prompt.
         second_text: The second text of a pair, for classifiers of pairs.

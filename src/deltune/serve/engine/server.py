@@ -370,7 +370,7 @@ class Server:
         loaded = (None if entry is None else entry.current) or self._base
         readable = readable_length(loaded, self.max_request_tokens)
         cut = cut_length(request, facts.trained.max_length, readable)
-        job = self._encoder.encode(request, listener, cut, readable, facts.trained.chat_template)
+        job = self._encoder.encode(request, listener, cut, readable, facts.trained)
         job.submitted = arrived
         if request.task == "generate":
             check_sampling(request.sampling, self.tokenizer is not None)

@@ -343,7 +343,7 @@ def choose_columns(
     columns = TASK_COLUMNS[kind]
     explicit = requested or (names if isinstance(names, Mapping) else None)
     if explicit:
-        return _explicit_columns(kind, explicit, problems)
+        return _explicit_columns(kind, first, explicit, problems)
     if not first.rows:
         return {}
     available = [c for c in names or first.columns if c in first.columns] or first.columns
@@ -357,6 +357,9 @@ def choose_columns(
             f"columns: {', '.join(first.columns)}. {how_to_name_columns(kind)}"
         )
     return {} if missing else chosen
+
+
+ASK_COLUMNS = " --columns names others."
 
 
 def columns_option(columns: Mapping[str, str]) -> str:
@@ -378,7 +381,7 @@ def how_to_name_columns(kind: str, known: Mapping[str, str] | None = None) -> st
     )
 
 
-def _explicit_columns(kind: str, names: ColumnNames, problems: list[str]) -> dict[str, str]:
+def _explicit_columns(kind: str, first: DataFile, names: ColumnNames, problems: list[str]) -> dict[str, str]:
     """Match columns that were given, by role or in order, with the roles."""
     columns = TASK_COLUMNS[kind]
     roles = [c.role for c in columns]
@@ -387,11 +390,14 @@ def _explicit_columns(kind: str, names: ColumnNames, problems: list[str]) -> dic
     in_order = ordered if len(names) == len(ordered) else [c.role for c in columns if not c.optional]
     chosen = dict(names) if isinstance(names, Mapping) else dict(zip(in_order, names, strict=False))
     mistakes = [unknown_name("role of a column", role, roles) for role in chosen if role not in roles]
-    if required - set(chosen) or len(set(chosen.values())) < len(names):
-        mistakes.append(f"{excerpt(names)} does not name a different column for each that is needed")
+    if missing := [c.role for c in columns if c.role in required - set(chosen)]:
+        mistakes.append(f"no column is named for {' and '.join(missing)}")
+    if len(chosen) < len(names) or len(set(chosen.values())) < len(chosen):
+        what = "a column twice" if len(chosen) == len(names) else f"more columns than the {len(chosen)} that are read"
+        mistakes.append(f"{excerpt(names)} names {what}")
     if mistakes:
         listed = "; ".join(mistake.removesuffix(".") for mistake in mistakes)
-        problems.append(f"{listed}. {how_to_name_columns(kind)}")
+        problems.append(f"{listed}. {first.name} has {', '.join(first.columns)}. {how_to_name_columns(kind)}")
     return {} if mistakes else {role: chosen[role] for role in roles if role in chosen}
 
 
@@ -473,7 +479,7 @@ def check_columns(files: Mapping[str, DataFile], kind: str, columns: Mapping[str
     """Check that every split has the chosen columns, and that every row's values are of their types."""
     for file in files.values():
         missing = [column for column in columns.values() if file.rows and column not in file.columns]
-        problems += [unknown_name("column", column, file.columns, where=file.name) for column in missing]
+        problems += [unknown_name("column", column, file.columns, where=file.name) + ASK_COLUMNS for column in missing]
         for number, row in file.rows if not missing else ():
             problems += [f"{file.location(number)}: {problem}" for problem in row_problems(row, columns, kind)]
 

@@ -417,7 +417,7 @@ def _split_file(
     repeated = len(groups) < len(file.rows)
     count = min(MAX_HELD_OUT, len(groups) // 10)
     if count < 2:
-        size = f"{len(groups)} {'different rows' if repeated else 'rows'}"
+        size = f"{len(groups)} {'different inputs' if repeated else 'rows'}"
         return {"train": file}, (f"{file.name} has {size}, too few to hold some out: all are trained",)
     label_sets: list[frozenset[str]] = []
     same: dict[frozenset[str], frozenset[str]] = {}

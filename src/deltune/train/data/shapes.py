@@ -5,17 +5,18 @@ A shape is read into the rows of its kind of task: tokens with their tags, or a 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any
 
-from ...errors import excerpt, unknown_name
+from ...errors import DeltuneError, excerpt, unknown_name
 from ...files import parse_json
 from ...models import OUTSIDE
+from ...templates import split_words
 from .columns import (
+    ASK_COLUMNS,
     ID_COLUMN_NAMES,
     LABEL_COLUMN_NAMES,
     SAMPLED_ROWS,
@@ -67,10 +68,13 @@ class RowLayout:
 def choose(first: DataFile, kind: str | None, names: ColumnNames | None) -> RowLayout | None:
     """Return the shape of a file's rows; None where they are read as they are."""
     by_role = dict(names) if isinstance(names, Mapping) else {}
-    if kind in (None, "tagging") and "sentence" in by_role:
-        return RowLayout("a word a row", "tagging", by_role)
-    if kind in (None, "tagging") and "spans" in by_role:
-        return RowLayout("spans of a text", "tagging", by_role, _read_spans)
+    for name, needed, read in TAGGED if kind in (None, "tagging") else ():
+        if needed[0] not in by_role:
+            continue
+        if {*by_role} != {*needed}:
+            todo = columns_option({role: by_role.get(role, "…") for role in needed})
+            raise DeltuneError(f"columns of {name} are {', '.join(needed)}, and here are {', '.join(by_role)}: {todo}")
+        return RowLayout(name, "tagging", by_role, read)
     if "+" in by_role.get("labels", "") and by_role["labels"] not in first.columns:
         return _columns_of_flags(by_role, tuple(by_role["labels"].split("+")))
     if names or not first.rows:
@@ -103,7 +107,9 @@ def read_files(files: Mapping[str, DataFile], shape: RowLayout, problems: list[s
     result = {}
     for split, file in files.items():
         if missing := [c for c in shape.source_columns if file.rows and c not in file.columns]:
-            problems += [unknown_name("column", column, file.columns, where=file.name) for column in missing]
+            problems += [
+                unknown_name("column", column, file.columns, where=file.name) + ASK_COLUMNS for column in missing
+            ]
             result[split] = file
         elif shape.read is None:
             result[split] = join_words(file, shape.columns, problems)
@@ -147,11 +153,6 @@ def join_words(file: DataFile, columns: Mapping[str, str], problems: list[str]) 
     return file.with_rows(sentences())
 
 
-def split_words(text: str) -> list[tuple[int, int]]:
-    """Return where the words and the marks between them begin and end, as texts with spans are split."""
-    return [match.span() for match in re.finditer(r"\w+|[^\w\s]", text)]
-
-
 def _read_spans(row: Row, columns: Mapping[str, str]) -> Row:
     """Return the tokens of a text and their tags in IOB2; a word is cut where a span begins or ends inside it."""
     text, spans = row.get(columns["tokens"]), _parsed(row.get(columns["spans"]))
@@ -176,6 +177,10 @@ def _read_spans(row: Row, columns: Mapping[str, str]) -> Row:
         "tokens": [text[i:j] for i, j in words],
         "tags": [tags.get(i, OUTSIDE) for i, _ in words],
     }
+
+
+TAGGED = (("a word a row", ("sentence", "tokens", "tags"), None), ("spans of a text", ("spans", "tokens"), _read_spans))
+"""Shapes of tagging that are read by role: their names, roles, the first of which is theirs alone, and readers."""
 
 
 def _span(span: Any) -> tuple[int, int, str]:

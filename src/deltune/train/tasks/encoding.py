@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Dataset, Sampler
+from transformers import AutoModelForCausalLM
 
 from ...anatomy.inspection import inspect
+from ...anatomy.tracing import meta_model
 from ...errors import DeltuneError
 from ...runtime.attach import find_tuned
 from ...runtime.causal_loss import IGNORE_INDEX as IGNORE_INDEX
@@ -24,7 +26,7 @@ from ..data.rows import Row as Row
 from ..data.rows import RowCollector, in_slices
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 TOKENIZER_BATCH = 1000
 """Rows in one call of the tokenizer."""
@@ -346,6 +348,14 @@ def check_causal(model: PreTrainedModel) -> None:
         first = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[:, 0].float()
     if not torch.allclose(first[0], first[1], rtol=1e-3, atol=1e-4):
         raise not_causal_error(model)
+
+
+def check_decoder(config: PreTrainedConfig) -> None:
+    """Check by a model without weights that it predicts the next token, where it is no encoder-decoder."""
+    if not config.is_encoder_decoder:
+        model = meta_model(config, AutoModelForCausalLM)
+        if not any(stack.causal for stack in inspect(model).stacks):
+            raise not_causal_error(model)
 
 
 def not_causal_error(model: PreTrainedModel) -> DeltuneError:
