@@ -238,6 +238,7 @@ def test_what_a_data_set_holds(base: Path, tmp_path: Path) -> None:
     assert lines[1:4] == ["rows: train 6, test 2", "labels of train: b 67%, a 33%", "labels of test: a 100%, b 0%"]
     assert "1 row of test also in train" in lines and lines[-1] == "example: [CLS] t 0 [SEP]"
     again = tiny.lines(tmp_path / "again.jsonl", [*[{"text": "t", "label": "a"}] * 2, {"text": "t", "label": "b"}])
+    assert overview(chats.replace(data=str(again), template=None)).example == "{'text': 't', 'label': 'a'}"
     notes = overview(chats.replace(data=str(again), template=None)).notes
     assert {"1 repeated row in train", "3 rows in train with an input that other rows answer differently"} <= {*notes}
     tiny.lines(tmp_path / "pairs.jsonl", [{"prompt": "p", "chosen": "a", "rejected": "b"}] * 2)

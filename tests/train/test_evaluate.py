@@ -164,6 +164,8 @@ def test_what_cannot_be_predicted(run: RunFolder, tmp_path: Path) -> None:
     shutil.copytree(run.folder, tmp_path / "run", ignore=shutil.ignore_patterns("delta"))
     with pytest.raises(DeltuneError, match="no delta yet"):
         predict(tmp_path / "run", ["a"])
+    with pytest.raises(DeltuneError, match=f"Give one of {tmp_path / 'run'}"):
+        predict(tmp_path, ["a"])
 
 
 def test_merged_it_is_a_plain_checkpoint(run: RunFolder, tmp_path: Path) -> None:

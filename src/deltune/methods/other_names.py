@@ -168,6 +168,8 @@ OPTION_NOTES: Mapping[str, str] = {
     "load_best_model_at_end": "Leave it out: the best delta is what a run keeps",
     "resume_from_checkpoint": "Leave it out: a run that is stopped goes on where it was",
     "logging_steps": "Leave it out: log.jsonl has about 20 lines an epoch",
+    "memory": "deltune choose has it, and deltune count --step-memory says what a method takes",
+    "minutes": "deltune choose has it", "budget": "deltune fit solves a size for it, and deltune choose has it",
     "do_train": "Leave it out", "do_eval": "Leave it out", "do_predict": "Leave it out",
     "fp16": "precision is fp32, bf16 or auto", "bf16": "precision is fp32, bf16 or auto",
     "dtype": "precision is fp32, bf16 or auto",

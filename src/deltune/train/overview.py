@@ -122,6 +122,12 @@ def overview(config: RunConfig, model: str | None = None, row: int = 1, *, progr
 def _inputs(data: TaskData, split: str, row: int) -> Any:
     """Return a row as it was read."""
     values = {role: value for role, value in data.splits[split][row - 1].items() if role not in ("id", "place")}
+    for column in TASK_COLUMNS[data.kind] if data.labels else ():
+        value = values.get(column.role)
+        if column.type == "labels" and isinstance(value, list):
+            values[column.role] = [data.labels[label] for label in value]
+        elif column.type == "label" and isinstance(value, int):
+            values[column.role] = data.labels[value]
     return values.get(COLUMN, values)
 
 

@@ -131,7 +131,9 @@ class RunFolder:
             with explain_write_errors(self.folder):
                 names = ", ".join(sorted(p.name for p in self.folder.iterdir())[:8])
             best = RunFolder(self.folder / "best")  # of `deltune choose`
+            inside = folders_beside(best.folder)
             todo = f". The run that was chosen is {best.folder}" if best.exists else ""
+            todo = todo or (f". Give one of {first_names(inside, 10)}" if inside else "")
             raise DeltuneError(
                 f"{self.folder} is not a RUN folder: spec.yaml is missing (it holds {names or 'nothing'}){todo}"
             )
