@@ -207,6 +207,21 @@ def test_tries_and_seeds(root: Path, tmp_path: Path) -> None:
     assert len((run.predictions / "test.jsonl").read_text().splitlines()) == 24
 
 
+@pytest.mark.parametrize("chosen, drawn", [(None, 1), (7, 7)])
+def test_seeds_have_the_same_rows(root: Path, tmp_path: Path, chosen: int | None, drawn: int) -> None:
+    """A single file is split once for all seeds of a run, and by what the first of them would draw."""
+    file = tiny.lines(tmp_path / "all.jsonl", tiny.sentences(60, 0))
+    spec = tiny.spec(root, data=str(file), epochs=1, split_seed=chosen)
+    train(spec.replace(seeds=(1, 2)), tmp_path / "both", report=False)
+    train(spec.replace(seed=drawn, split_seed=None), tmp_path / "alone", report=False)
+    first, second, alone = (
+        [(row["id"], row["input"]) for row in tiny.objects(folder / "predictions" / "test.jsonl")]
+        for folder in (tmp_path / "both" / "runs" / "seed1", tmp_path / "both" / "runs" / "seed2", tmp_path / "alone")
+    )
+    assert first == second == alone and len(first) == 6
+    assert len(evaluate(tmp_path / "both" / "runs" / "seed2", splits=("test",))) == 1
+
+
 def test_several_runs_go_on_where_they_were(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is run twice: neither when a series is stopped, nor when a finished run gets further seeds."""
     several = tiny.spec(root, epochs=1, seeds=(0, 1, 2))

@@ -53,7 +53,7 @@ values that it sets; the rows and the loss of a step are the same however it is 
 states of the frozen layers and activations are the same wherever they come from; a probe stands beside a run. All of
 this holds up to rounding."""
 
-UNSEARCHED = ("search", "seed", "seeds", "protocol", "aggregate", "metric", "report_to")
+UNSEARCHED = ("search", "seed", "seeds", "split_seed", "protocol", "aggregate", "metric", "report_to")
 """Flat names of the fields that are the same in all runs of a search."""
 
 MAX_COMBINATIONS = 1000
@@ -140,6 +140,9 @@ class DataSection(RunSection):
     )
     label_separator: str | None = option(
         None, "what stands between several labels in one text: '|'; ' ' for any blanks", min_length=1
+    )
+    split_seed: Seed | None = option(
+        None, "seed by which a single file is split and samples of rows are drawn [of several runs the first's]"
     )
     max_train_rows: Size | None = option(None, "train on a sample of that many rows", common=True)
     validation_rows: Size | None = option(None, "validate on a sample of that many rows")

@@ -116,8 +116,10 @@ def run_series(config: RunConfig, run: RunFolder, train_one: TrainOne) -> RunMet
     for text in untried_values(config):
         logger.warning("%s", text)
     chosen, trials = _search(config, run, train_one)
-    for seed in seeds[1:]:
-        trial = _run_trial(run, train_one, chosen.replace(seed=seed), f"seed{seed}", config)
+    split_seed = seeds[0] if chosen.data.split_seed is None else chosen.data.split_seed
+    for seed in seeds[1:]:  # on the same rows
+        single = chosen.replace(seed=seed, split_seed=split_seed)
+        trial = _run_trial(run, train_one, single, f"seed{seed}", config)
         if trial.metrics is None:
             raise DivergedError(trial.error)
         trial.chosen = True

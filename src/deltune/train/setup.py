@@ -161,6 +161,7 @@ def load_task_data(
 ) -> tuple[Task | None, TaskData]:
     """Return the known task of a run, where it has one, and its data; for the arguments see `set_up_task`."""
     task, columns, kind, source, layout = None, data.columns, data.task, data.source, None
+    seed = seed if data.split_seed is None else data.split_seed
     if source is None:
         assert data.task is not None
         task, place = find_task(data.task, data.data_root)
