@@ -108,7 +108,7 @@ def test_a_long_text_holds_nobody_up(decoder: tuple[Path, Path], monkeypatch: py
         slow.open.set()
         thread.join(60)
         assert statuses == [400], "it has more tokens than the model has positions"
-        assert not running.engine.stats().queued and not running.engine._jobs
+        wait_until(lambda: not running.engine.stats().queued and not running.engine._jobs)
 
 
 def test_a_text_that_is_being_read_counts_as_waiting(
