@@ -26,7 +26,7 @@ from .progress import ProgressDisplay
 from .setup import fit_lengths, length_limits, load_task_data, load_task_tokenizer, task_kind_for
 from .tasks.base import TaskKind, TaskOptions
 from .tasks.chat import CHAT, check_lengths, notes, with_one_template
-from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row, check_decoder
+from .tasks.encoding import IGNORE_INDEX, EncodedRows, Row, has_causal_stack, not_causal_error
 from .tasks.preferences import split_answer
 
 if TYPE_CHECKING:
@@ -157,11 +157,8 @@ def _encode(
         task_kind_for(data.kind, configuration, config.generation.answer)
     except DeltuneError as error:
         refusals.append(error)
-    if kind.head == "causal-lm":
-        try:
-            check_decoder(configuration)
-        except DeltuneError as error:
-            refusals.append(error)
+    if kind.head == "causal-lm" and not has_causal_stack(model):
+        refusals.append(not_causal_error(model))
     for split, rows in encoded.items() if kind is CHAT else ():
         try:
             check_lengths(rows, split, limits.max_length, config.data.max_cut)

@@ -354,8 +354,13 @@ def check_decoder(config: PreTrainedConfig) -> None:
     """Check by a model without weights that it predicts the next token, where it is no encoder-decoder."""
     if not config.is_encoder_decoder:
         model = meta_model(config, AutoModelForCausalLM)
-        if not any(stack.causal for stack in inspect(model).stacks):
+        if not has_causal_stack(model):
             raise not_causal_error(model)
+
+
+def has_causal_stack(model: PreTrainedModel) -> bool:
+    """Return whether tokens of a model, which may have no weights, attend to none after them."""
+    return any(stack.causal for stack in inspect(model).stacks)
 
 
 def not_causal_error(model: PreTrainedModel) -> DeltuneError:
