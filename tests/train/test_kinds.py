@@ -368,6 +368,30 @@ def test_words_without_a_token_change_no_score(places: Path, tmp_path: Path) -> 
     assert results[1] == pytest.approx(results[0]) and results[2] == pytest.approx(results[0])
 
 
+def test_a_run_on_spans_answers_in_spans(places: Path, tmp_path: Path) -> None:
+    """From a text and from a file the entities that its tags have, by their characters in the text as it is."""
+    for seed, split in enumerate(("train", "validation", "test")):
+        tagged = []
+        for row in tiny.sentences(48, seed):
+            named = rf"\b({'|'.join(word for kind in tiny.WORDS.values() for word in kind)})\b"
+            spans = [{"start": m.start(), "end": m.end(), "label": "X"} for m in re.finditer(named, row["text"])]
+            tagged.append({"text": row["text"], "entities": spans})
+        tiny.lines(tmp_path / "data" / f"{split}.jsonl", tagged)
+    spec = tiny.spec(places, model=str(places / "bert"), data=str(tmp_path / "data"), method="full", epochs=6, lr=1e-2)
+    run = train(spec.replace(max_length=32), tmp_path / "run", progress=False)
+    assert run.test["entity_f1"] > 0.5
+    texts = ["a plum(the  hammer),", "the fig.", "table"]
+    tiny.lines(tmp_path / "new.jsonl", [{"text": text, "entities": None, "id": text} for text in texts])
+    by_file = predict_rows(tmp_path / "run", inputs_from_file(tmp_path / "new.jsonl", tmp_path / "run"))
+    for text, answer, row in zip(texts, predict(tmp_path / "run", texts), by_file, strict=True):
+        assert row["entities"] == answer["entities"] and row["prediction"] == answer["prediction"]
+        tagged = [word for word, tag in zip(row["input"], row["prediction"], strict=True) if tag == "B-X"]
+        assert [entity["text"] for entity in answer["entities"]] == tagged, text
+        assert all(text[e["start"] : e["end"]] == e["text"] and e["label"] == "X" for e in answer["entities"])
+    assert any(row["entities"] for row in by_file)
+    assert "entities" not in predict(tmp_path / "run", [["a", "plum"]])[0]  # words have no characters between them
+
+
 SCHEME_RUNS = {
     "IOB1": ("IOB1", None, ("entity_f1",)),
     "BIOES": ("BIOES", None, ("entity_f1",)),

@@ -247,6 +247,8 @@ class _Search:
             "budget": str(budget), "memory": self.memory, "minutes": minutes, "mergeable": mergeable,
             "space": list(self.expressions),
         }  # fmt: skip
+        if self.base.data.split_seed is None:  # the other seeds too train on the rows of the first
+            self.base = self.base.replace(split_seed=self.seeds[0])
 
     @property
     def seconds(self) -> float:
@@ -380,9 +382,6 @@ class _Search:
         cost = measure_steps(config, all_train, self.cache)
         return replace(cost, steps=math.ceil(cost.steps / self.growth))
 
-    def _judged(self, data: TaskData) -> TaskData:
-        return self.rows(data)
-
     def _config(self, candidate: Candidate, **values: Any) -> RunConfig:
         assert candidate.cost is not None
         return self.base.replace(
@@ -415,7 +414,7 @@ class _Search:
         """Train, and note how long it took beside what its cost predicts."""
         before, validations = time.monotonic(), 0
         stop_if = options.pop("stop_if", None)
-        options["rows"] = self._all_but_test if final else self._judged
+        options["rows"] = _all_but_test if final else self.rows
 
         def count_validations(step: int, quality: float) -> bool:
             nonlocal validations
@@ -595,11 +594,6 @@ class _Search:
     def _final_folder(self, candidate: Candidate, seed: int) -> Path:
         return self.folder / "finals" / f"{_folder_name(candidate)}-seed{seed}"
 
-    def _all_but_test(self, data: TaskData) -> TaskData:
-        """Return the rows of the first seed, by which a single file is split, without the test split."""
-        splits = {split: rows for split, rows in self.data.splits.items() if split != "test"}
-        return replace(self.data, splits=splits, labels=data.labels)
-
     def _full_tuning(self) -> float | None:
         """Return the validation score of full tuning at its default rate, where it keeps the limits; else None."""
         config, left_out = self.base.replace(method="full"), "full tuning is left out: it breaks the limit of %s"
@@ -630,6 +624,10 @@ class _Search:
         template = Path(__file__).parent / "report" / "choose.html"
         page = render(template, title="Choosing a method", choice=choice, rows=values["table"], chart=chart)
         write_text(self.folder / "report.html", page)
+
+
+def _all_but_test(data: TaskData) -> TaskData:
+    return replace(data, splits={split: rows for split, rows in data.splits.items() if split != "test"})
 
 
 @contextlib.contextmanager

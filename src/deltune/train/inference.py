@@ -49,7 +49,15 @@ from ..runtime.handle import Tuned
 from ..runtime.linear import optimize_linear
 from ..runtime.pooling import gives_up_pooling, write_sentence_model
 from ..runtime.serialization import open_delta
-from ..templates import chat_prompt, cut_at_end, end_tokens, question, tokenize_prompts, with_chat_template
+from ..templates import (
+    chat_prompt,
+    cut_at_end,
+    end_tokens,
+    question,
+    split_words,
+    tokenize_prompts,
+    with_chat_template,
+)
 from . import setup as task_setup
 from .config import RunConfig
 from .data import loading
@@ -58,6 +66,7 @@ from .data.rows import columns_of
 from .data.tag_schemes import PLAIN
 from .metrics.base import Score, Scores
 from .metrics.intervals import score_intervals
+from .metrics.labels import entities
 from .metrics.registry import METRICS, compute_scores
 from .overview import absent_labels, blank_notes, label_counts
 from .prediction_inputs import Input, columns_from_inputs
@@ -744,7 +753,8 @@ def predict(
 
     Returns:
         For each input {"prediction", "scores"} as in prediction files, of a classification {"label", "scores"}. Of
-        running text the prediction is its log-likelihood and the score its perplexity.
+        running text the prediction is its log-likelihood and the score its perplexity. A text for a run that was
+        trained on spans also has its "entities": start and end in characters, label and text.
 
     Raises:
         DeltuneError: There are no texts, an input is of another kind, or a name is no run's.
@@ -777,9 +787,20 @@ def _predict(
     labelled = loaded.kind.predicts_label_ids
     predictions = [loaded.labels[p] for p in answers.predictions] if labelled else answers.predictions
     return [
-        {"label" if labelled else "prediction": prediction, "scores": scores}
-        for prediction, scores in zip(predictions, answers.scores, strict=True)
+        {"label" if labelled else "prediction": prediction, "scores": scores, **_spans(loaded, value, prediction)}
+        for value, prediction, scores in zip(texts, predictions, answers.scores, strict=True)
     ]
+
+
+def _spans(loaded: LoadedRun, value: Input, tags: Any) -> dict[str, Any]:
+    """Return the entities of a text by their characters, where the run was trained on spans; else nothing."""
+    text = value.get("tokens") if isinstance(value, Mapping) else value
+    if "spans" not in loaded.run.data.columns or not isinstance(text, str):
+        return {}
+    words = split_words(text)
+    scheme = loaded.run.data.tag_scheme or "IOB2"
+    spans = [(words[i][0], words[j - 1][1], label) for label, i, j in entities(tags, scheme)]
+    return {"entities": [{"start": i, "end": j, "label": label, "text": text[i:j]} for i, j, label in sorted(spans)]}
 
 
 def predict_rows(
@@ -799,7 +820,7 @@ def predict_rows(
             **row,
             "input": loaded.kind.row_input(columns, i),
             "prediction": answer[next(iter(answer))],
-            "scores": answer["scores"],
+            **{name: value for name, value in answer.items() if name not in ("label", "prediction")},
         }
         for i, (row, answer) in enumerate(zip(inputs, _predict(loaded, texts, ids=ids), strict=True))
     ]

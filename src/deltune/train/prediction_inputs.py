@@ -107,7 +107,7 @@ def inputs_from_texts(
 
 
 ANSWER_FIELDS = ("input", "prediction", "scores")
-"""The fields that an answer adds to its row of a file."""
+"""The fields that an answer adds to its row of a file; of a run on spans also entities."""
 
 
 def inputs_from_file(
@@ -146,7 +146,8 @@ def inputs_from_file(
         raise DeltuneError(f"{' '.join(missing)} What is read is {option}: give the names of this file in the same way")
     read = word_list([f"{column} ({role})" for role, column in by_role.items()])
     unread = [c for c in table.columns if c not in by_role.values()]
-    replaced = [c for c in unread if c in ANSWER_FIELDS or (c == "id" and not table.has_ids)]
+    fields = (*ANSWER_FIELDS, "entities") if "spans" in run_dir.data.columns else ANSWER_FIELDS
+    replaced = [c for c in unread if c in fields or (c == "id" and not table.has_ids)]
     no_json = [c for c in unread if c in table.rows.no_json and c not in (*replaced, "id")]
     others = [c for c in unread if c not in (*replaced, *no_json, "id")]
     fates = {
@@ -165,9 +166,10 @@ def inputs_from_file(
             raise error_from_problems(str(path), problems)
     inputs = []
     for name, (line, row) in zip(table.row_ids(), table.rows, strict=True):
-        value = _by_role({role: row.get(column) for role, column in by_role.items()}, list(by_role), run_dir)
+        value = {role: row.get(column) for role, column in by_role.items()}
+        read_value = _by_role(value, list(by_role), run_dir)
         for role, column in by_role.items():
-            if not value_fits(INPUT_TYPES[role], value[role]):
+            if not value_fits(INPUT_TYPES[role], read_value[role]):
                 raise DeltuneError(
                     f"{table.location(line)}: column {column!r} must be {TYPE_DESCRIPTIONS[INPUT_TYPES[role]]}"
                 )
