@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
 
 import tiny
 from deltune.cli import use
+from deltune.errors import DeltuneError
 from deltune.train.run_folder import RunFolder
 
 
@@ -24,6 +26,10 @@ def test_its_story_on_a_tiny_model(
     assert (run / "metrics.json").stat().st_mtime_ns == before, "what is trained is used again"
     use.quickstart("Please cancel my plan.", 1, run)
     assert (run / "metrics.json").stat().st_mtime_ns > before, "another seed begins afresh"
+    with pytest.raises(DeltuneError, match="there,"):
+        monkeypatch.setattr(use, "METHOD", "bitfit")
+        use.quickstart("Please cancel my plan.", 1, run)  # the run in this folder is another one
+    monkeypatch.setattr(use, "METHOD", "lora")
     output = capsys.readouterr().out
     probe = RunFolder(run).metrics.probe
     assert probe is not None
@@ -45,7 +51,7 @@ def test_the_packaged_tickets_are_whole() -> None:
 
 @pytest.mark.slow
 def test_on_minilm_tuning_wins(tmp_path: Path) -> None:
-    """Over five seeds the mean is at least .76, and above the probe by a paired interval over the tickets."""
+    """Over five seeds the mean is at least .76, and above the probe by a paired interval."""
     right = []
     for seed in range(5):
         use.quickstart(seed=seed, output=tmp_path / str(seed))
@@ -53,4 +59,5 @@ def test_on_minilm_tuning_wins(tmp_path: Path) -> None:
         assert metrics.probe is not None
         right.append((metrics.test["accuracy"], metrics.probe.test["accuracy"]))
     assert sum(tuned for tuned, _ in right) / 5 >= 0.76
-    assert all(tuned > probe for tuned, probe in right)
+    differences = [tuned - probe for tuned, probe in right]
+    assert statistics.fmean(differences) > 2.776 * statistics.stdev(differences) / 5**0.5  # t of 4 degrees of freedom

@@ -101,6 +101,31 @@ def test_one_split_of_a_file_and_one_cache_serve_all_runs(
     assert len(written) == len(set(written)) < 2 * len(finals)
 
 
+def test_a_refused_method_leaves_the_model_to_the_others(root: Path, tmp_path: Path) -> None:
+    """What is refused once it is attached is detached again: `trunk_dropout=off` wants frozen layers below."""
+    space = ("lora(rank=?)", "bitfit", "lora(rank=?, layers='upper half')")
+    choice = call(root, tmp_path / "out", space=space, budget=1200, trunk_dropout="off", epochs=1)
+    left_out = choice.table.drop_duplicates("method").set_index("method")["left out"].fillna("")
+    assert all("needs frozen layers" in left_out[name] for name in ("lora(rank=4)", "bitfit", "full tuning"))
+    assert "upper half" in choice.method and not left_out[choice.method]
+
+
+def test_what_is_missing_is_enqueued(tmp_path: Path) -> None:
+    """A process may be killed between two of them."""
+    study = module.optuna.create_study()
+    for number in (1, 3, 3):
+        module._enqueue(study, [{"candidate": name} for name in "abc"[:number]])
+    assert [trial.user_attrs["candidate"] for trial in study.trials] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(("metric", "shown"), [("pearson", -0.15), ("perplexity", 0.15)])
+def test_a_score_has_its_sign(metric: str, shown: float) -> None:
+    (row, _) = module._table([replace(finalist([], "", 9), rungs={1: -0.15})], metric, None, None, "").to_dict(
+        "records"
+    )
+    assert row["held out"] == shown
+
+
 class Steps:
     """A clock by which each step of an optimizer takes a minute, and steps of runs `pace` minutes."""
 

@@ -14,8 +14,10 @@ from typing import Any
 
 import pandas
 import pytest
+from typer.testing import CliRunner
 
 import tiny
+from deltune.cli.app import app
 from deltune.errors import DeltuneError
 from deltune.train.config import RunConfig
 from deltune.train.data import loading, readers
@@ -897,7 +899,6 @@ def test_the_table_of_files(file: str, shown: str, line: str, tmp_path: Path) ->
     if "sentence_id" in head:
         rows = [row.replace("1,", f"{i},", 1) for i in range(8) for row in rows]
     path.write_text("\n".join([*header, *(rows if "sentence_id" in head else rows * 8)]) + "\n")
-    config = RunConfig.from_flat(
-        model="minilm", method="head", data=str(path), **{name.replace("-", "_"): v for name, v in values.items()}
-    )
-    assert overview(config).lines()[0] == f"{path}: {line}"
+    arguments = [part for name, value in values.items() for part in (f"--{name}", value)]
+    result = CliRunner().invoke(app, ["data", str(path), *arguments, "--quiet"])
+    assert result.output.splitlines()[0] == f"{path}: {line}", result.output

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -128,8 +130,10 @@ def test_what_a_run_trained_is_not_held_out_later(places: Path, tmp_path: Path) 
     assert list(evaluate(tmp_path / "one")) == ["validation", "test"]
     further = start.replace(init_from=str(tmp_path / "one"))
     train(further.replace(relabel={name: f"new {name}" for name in tiny.WORDS}), tmp_path / "two", report=False)
-    with pytest.raises(DeltuneError, match=r"that would be held out were trained by .*: give --seed 0, or"):
-        train(further.replace(seed=1), tmp_path / "three", report=False)
+    for i, spec in enumerate((further.replace(seed=1), further.replace(split_seed=1))):
+        with pytest.raises(DeltuneError, match=r"that would be held out were trained by .*: give --split-seed 0, or"):
+            train(spec, tmp_path / f"three {i}", report=False)
+    train(further.replace(seed=1, split_seed=0), tmp_path / "as it says", report=False)
     tiny.lines(file, [*rows, *tiny.sentences(20, 1)])
     for use in (lambda: evaluate(tmp_path / "one"), lambda: train(further, tmp_path / "four", report=False)):
         with pytest.raises(DeltuneError, match=r"train \(48 rows then, 64 now\).*Bring back what it was, or give"):
@@ -158,6 +162,16 @@ def test_a_run_begins_with_the_ranks_that_were_left(places: Path, tmp_path: Path
     train(further.replace(model=model, method=method), tmp_path / "two", report=False)
     one, two = (load_file(tmp_path / name / "delta" / "delta.safetensors") for name in ("one", "two"))
     torch.testing.assert_close(two, one)
+
+
+def test_a_run_begins_with_a_delta_that_names_no_base(places: Path, tmp_path: Path) -> None:
+    """The run's own model is its base."""
+    shutil.copytree(places / "peft", tmp_path / "peft")
+    file = tmp_path / "peft" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": ""}))
+    _, method = model_and_method(tmp_path / "peft", str(places / "bert"))
+    values = {"model": str(places / "bert"), "method": method, "init_from": str(tmp_path / "peft"), "steps": 1}
+    assert train(tiny.spec(tmp_path, **values), tmp_path / "run", report=False).scores
 
 
 def test_a_run_begins_with_an_adapter_of_peft(places: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

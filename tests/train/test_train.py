@@ -216,6 +216,16 @@ def test_afresh(root: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("seeds", [(), (0, 1)])
+def test_what_is_refused_discards_nothing(root: Path, tmp_path: Path, seeds: tuple[int, ...]) -> None:
+    values = {"epochs": 1, "seeds": seeds}
+    metrics = train(tiny.spec(root, **values), tmp_path / "run", report=False)
+    for wrong in ({"data": str(tmp_path / "nowhere")}, {"model": str(tmp_path / "nowhere")}):
+        with pytest.raises(DeltuneError, match="nowhere"):
+            train(tiny.spec(root, **values, **wrong), tmp_path / "run", resume=False)
+        assert RunFolder(tmp_path / "run").metrics == metrics
+
+
 def test_the_seed_decides(root: Path, tmp_path: Path, whole: RunFolder) -> None:
     train(tiny.spec(root), tmp_path / "same")
     same(whole, RunFolder(tmp_path / "same"))

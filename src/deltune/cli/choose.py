@@ -24,7 +24,7 @@ from .threads import free_cores
 
 def choose(
     model: Annotated[str, typer.Option(help="The base model: hub id, folder or minilm.")],
-    output: Annotated[Path, typer.Option(help="Where the result is written [a folder; run again, it goes on].")],
+    output: Annotated[Path, typer.Option(help="Where the result is written [a folder; the same command continues].")],
     data: Annotated[
         str | None, typer.Option(help="Folder with train, validation and test files, a file, or a hub id.")
     ] = None,

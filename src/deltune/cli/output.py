@@ -29,6 +29,16 @@ PoolingOption = Annotated[
 ]
 LabelsOption = Annotated[str | None, typer.Option(help="Names of the labels, in the order of their ids: a,b,c.")]
 ColumnsOption = Annotated[str | None, typer.Option(help="Which column is what: text=a,label=b.")]
+SeparatorOption = Annotated[
+    str | None,
+    typer.Option("--label-separator", help="What stands between several labels in one text: '|'; ' ' for any blanks."),
+]
+SchemeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--tag-scheme", help="Of tagging: iob2 converts tags of entities to IOB2; plain: tags are classes of words."
+    ),
+]
 TaskOption = Annotated[
     str | None, typer.Option(help="A known task (`deltune tasks`), or the kind of task of the data: tagging, …")
 ]

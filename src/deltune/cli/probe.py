@@ -13,7 +13,9 @@ from .output import (
     Json,
     ModelArgument,
     Quiet,
+    SchemeOption,
     Seed,
+    SeparatorOption,
     TaskOption,
     console,
     log_to_stderr,
@@ -24,11 +26,13 @@ from .threads import free_cores
 def probe(
     model: ModelArgument,
     data: Annotated[
-        str | None, typer.Argument(metavar="[DATA]", help="Folder or hub id; or give a known --task.")
+        str | None, typer.Argument(metavar="[DATA]", help="Folder, file or hub id; or give a known --task.")
     ] = None,
     task: TaskOption = None,
     data_root: DataRootOption = None,
     columns: ColumnsOption = None,
+    label_separator: SeparatorOption = None,
+    tag_scheme: SchemeOption = None,
     pooling: Annotated[
         str | None,
         typer.Option(help="What a head reads: mean, first or last hidden state, or model, the class's pooler."),
@@ -50,7 +54,7 @@ def probe(
 
         values = {
             "data": data, "task": task, "data_root": data_root, "columns": columns, "pooling": pooling,
-            "max_train_rows": max_train_rows,
+            "label_separator": label_separator, "tag_scheme": tag_scheme, "max_train_rows": max_train_rows,
         }  # fmt: skip
         options = {name: value for name, value in values.items() if value is not None}
         record = probe_model(

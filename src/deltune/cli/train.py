@@ -150,7 +150,7 @@ PASS_EVERYTHING_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def train(context: typer.Context) -> None:
-    """Tune a model. Run again, it goes on; --fresh starts anew, --init-from RUN begins another with its weights."""
+    """Tune a model. Run again, it continues; --fresh begins anew; --init-from RUN starts another from its weights."""
     for argument in context.args:
         name = argument.removeprefix("--").partition("=")[0]
         if argument.startswith("--") and (hint := hint_for_option(name.replace("-", "_"), "--{}")):
@@ -267,7 +267,7 @@ def _commented(config: RunConfig) -> str:
     short, long = (default_learning_rate(config.method.expression, steps) for steps in (SHORT_STEPS, LONG_STEPS))
     rate = f"{short:g} for {SHORT_STEPS} steps or fewer, down to {long:g} for {LONG_STEPS:,} or more"
     is_searched = not {"lr", "method"}.isdisjoint(config.runtime.search)
-    notes = {} if is_searched else {"optim.lr": f"learning rate; auto: a short search [the method's: {rate}]"}
+    notes = {} if is_searched else {"optim.lr": f"learning rate [the method's: {rate}]"}
     return commented_yaml(parse_yaml(config.yaml(), "the config"), SECTIONS, needed, notes)
 
 

@@ -22,7 +22,9 @@ from .output import (
     PoolingOption,
     Quiet,
     RunArgument,
+    SchemeOption,
     Seed,
+    SeparatorOption,
     TaskOption,
     Temperature,
     console,
@@ -53,6 +55,8 @@ def data(
     columns: ColumnsOption = None,
     task: TaskOption = None,
     labels: LabelsOption = None,
+    label_separator: SeparatorOption = None,
+    tag_scheme: SchemeOption = None,
     template: TemplateOption = None,
     max_length: Annotated[int | None, typer.Option(min=2, help="Tokens of a row; longer texts are cut.")] = None,
     loss_on: Annotated[
@@ -68,7 +72,8 @@ def data(
 
         config = RunConfig.from_flat(
             model=model or MODEL, data=source, method="head", columns=columns, task=task, labels=labels,
-            template=template, max_length=max_length, loss_on=loss_on,
+            label_separator=label_separator, tag_scheme=tag_scheme, template=template, max_length=max_length,
+            loss_on=loss_on,
         )  # fmt: skip
         facts = overview(config, model, row, progress=not quiet)
     if as_json:
@@ -128,7 +133,7 @@ def evaluate(
     if data and data_root:
         raise DeltuneError("--data-root is for known tasks, which have their own data: give it without --data")
     if columns and not data:
-        raise DeltuneError("--columns are those of other data: give --data")
+        raise DeltuneError("--columns names columns of other data: give --data")
     if metrics and not rescore:
         raise DeltuneError("--metrics is for --rescore; those of a run are in its config")
     if limit and not harness:
@@ -145,7 +150,7 @@ def evaluate(
             scores = inference.rescore(run, [name.strip() for name in (metrics or "").split(",") if name.strip()])
         elif inference.is_run(run) or (data is None and task is None):
             if max_length is not None:
-                raise DeltuneError(f"--max-length is of a model as it is; {run} is a run, whose texts have a length")
+                raise DeltuneError(f"--max-length is for a model that was never tuned; {run} is a run and has its own")
             if task is not None or answer != "head":
                 raise DeltuneError(f"--task and --answer are of a model as it is; {run} is a run, which has its own")
             scores = inference.evaluate(
@@ -190,7 +195,7 @@ def predict(
     if columns and not file:
         raise DeltuneError("--columns names columns of a --file, and a --text has no columns: give one of the two")
     if row_task is not None and not text:
-        raise DeltuneError("--row-task is of --text; a file has a column for the task of each row")
+        raise DeltuneError("--row-task goes with --text; a file has a column for the task of each row")
     if output is not None and output.suffix != ".jsonl":
         raise DeltuneError(f"predictions are JSON lines: give --output FILE.jsonl, not {output}")
     if pair and len(pair) != len(text or ()):
@@ -233,7 +238,7 @@ def generate(
     imports: Imports = None,
     as_json: Json = False,
 ) -> None:
-    """Let a run's model go on with a text, or answer it. The text is printed as it is generated."""
+    """Continue a text with a run's model, or answer it. The text is printed as it is generated."""
     with log_to_stderr(quiet):
         with free_cores():
             from ..train.inference import generate as generate_texts
@@ -376,7 +381,7 @@ def combine(
     if len(folders) < len(deltas):
         raise DeltuneError(f"give each delta a name of its own, NAME=DIR: {' '.join(deltas)}")
     if density is not None and how is None:
-        raise DeltuneError("--density is of --how")
+        raise DeltuneError("--density goes with --how")
     with log_to_stderr(quiet):
         from .. import Dare, Magnitude, Ties, load, tuned
         from ..compat import silent_loading
@@ -510,7 +515,8 @@ def quickstart(
             "All other parameters stay as they are. It takes about a minute where a core is free."
         )
         run = RunFolder(Path(output))
-        metrics = train(config, run.folder, resume=run.exists and not run.config.differences(config))
+        is_quickstart = run.exists and run.config.replace(seed=seed).name == config.name
+        metrics = train(config, run.folder, resume=not is_quickstart or run.config.name == config.name)
         tuned = metrics.test["accuracy"]
         console.print(f"\ntest accuracy: probe {probe:.3f}, tuned {tuned:.3f} ({metrics.seconds:.0f} s)")
         answer = predict(run.folder, [text or SENTENCE])[0]

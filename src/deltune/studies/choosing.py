@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import math
+import random
 import shlex
 import shutil
 import statistics
@@ -42,7 +43,6 @@ from ..train import (
     RunConfig,
     RunFolder,
     RunMetrics,
-    Slice,
     StepCost,
     TaskData,
     evaluate,
@@ -86,6 +86,29 @@ SPACES: Mapping[str, tuple[tuple[str, ...], tuple[float, ...]]] = {
 """Name of a space -> its expressions and its rates, as multiples of each method's default."""
 
 logger = logging.getLogger("deltune.choose")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The training rows that a search uses.
+
+    Attributes:
+        rows: How many rows the candidates train on.
+        held_out: How many other rows the candidates are compared on.
+        seed: Draws both.
+    """
+
+    rows: int
+    held_out: int
+    seed: int
+
+    def __call__(self, data: TaskData) -> TaskData:
+        """Return the data set of the candidates: the held-out rows take the place of validation."""
+        train = data.splits["train"]
+        order = random.Random(self.seed).sample(range(len(train)), self.held_out + self.rows)
+        parts = {"train": order[self.held_out :], "validation": order[: self.held_out]}
+        splits = {split: train.select(sorted(indices)) for split, indices in parts.items()}
+        return replace(data, splits=splits, fingerprint=f"{data.fingerprint} {self}")
 
 
 @dataclass
@@ -166,7 +189,7 @@ def choose(
     model: str,
     data: str | None = None,
     *,
-    output: str | Path,
+    output: str | Path = "runs/chosen",
     budget: int | str = "0.5%",
     memory: int | str | None = None,
     minutes: float | None = None,
@@ -268,9 +291,10 @@ class _Search:
             with _quiet_runs():
                 candidates = self._candidates()
             kept = {one.name: one for one in candidates if not one.dropped}
-            if not self.study.trials:
-                for name in sorted(kept, key=lambda name: not kept[name].has_default_rate):
-                    self.study.enqueue_trial({}, user_attrs={"candidate": name})
+            _enqueue(
+                self.study,
+                [{"candidate": name} for name in sorted(kept, key=lambda name: not kept[name].has_default_rate)],
+            )
         with _quiet_runs():
             self._halve(kept)
             finalists = self._finals(kept)
@@ -310,7 +334,10 @@ class _Search:
                 f"{math.ceil(self.base.optim.batch_size / HELD_OUT[0])} training rows or more, a fifth of which judges "
                 "the candidates; with fewer, deltune train --method lora --search lr=0.003 --search lr=0.01 tries rates"
             )
-        if data.kind == "classification" and len(set(data.splits["train"]["label"])) < 2:
+        if column := {"classification": "label", "tagging": "tags"}.get(data.kind):
+            values = data.splits["train"][column]
+            labels = {tag for tags in values for tag in tags} if column == "tags" else set(values)
+        if column and len(labels) < 2:
             raise DeltuneError(f"data {data.source}: all {rows:,} training rows have one label; nothing can be chosen")
         log_data(self.base.data, data, data.kind)
         self.data = data
@@ -499,7 +526,7 @@ class _Search:
         done = counted(max(candidate.rungs, default=0), "step")
         logger.info(
             "%s: %s %.4f on the rows held out, after %s%s%s", candidate.name, metrics.best.metric,
-            abs(value), done, f"; {stopped}" if stopped else "", self._left(),
+            signed_score(str(metrics.best.metric), value), done, f"; {stopped}" if stopped else "", self._left(),
         )  # fmt: skip
         self.study.tell(trial, None if stopped else value, TrialState.PRUNED if stopped else TrialState.COMPLETE)
 
@@ -517,14 +544,12 @@ class _Search:
 
     def _finals(self, kept: Mapping[str, Candidate]) -> list[Candidate]:
         """Train the best two on all rows, under each seed that the time allows, and return them."""
+        ranked = sorted((one for one in kept.values() if one.rungs), key=lambda one: (-max(one.rungs), -one.best))
         with file_lock(self.lock):
-            if not self.finals.trials:
-                ranked = sorted(
-                    (one for one in kept.values() if one.rungs), key=lambda one: (-max(one.rungs), -one.best)
-                )
-                for seed in self.seeds:
-                    for one in ranked[:FINALISTS]:
-                        self.finals.enqueue_trial({}, user_attrs={"candidate": one.name, "seed": seed})
+            _enqueue(
+                self.finals,
+                [{"candidate": one.name, "seed": seed} for seed in self.seeds for one in ranked[:FINALISTS]],
+            )
         finalists = list(dict.fromkeys(trial.user_attrs["candidate"] for trial in self.finals.trials))
         if not finalists:
             raise DivergedError(ALL_DIVERGED)
@@ -577,15 +602,14 @@ class _Search:
         metric, probe = str(first.best.metric), first.probe
         winner, decided = _winner(finalists, signed_score(metric, 1.0) > 0)
         folder = self._final_folder(winner, self.seeds[0])
-        link = self.folder / "best"
-        link.unlink(missing_ok=True)
-        link.symlink_to(folder.relative_to(self.folder))
-        test = evaluate(folder, splits=("test",))["test"] if "test" in self.data.splits else {}
+        RunFolder(self.folder).link("best", folder.relative_to(self.folder))
         floor = None if probe is None else probe.scores.get("validation", {}).get(metric)
+        full, why_not = self._full_tuning()
+        test = evaluate(folder, splits=("test",))["test"] if "test" in self.data.splits else {}
         choice = Choice(
-            winner.method, winner.rate, _table(candidates, floor, self._full_tuning()), decided,
+            winner.method, winner.rate, _table(candidates, metric, floor, full, why_not), decided,
             _advice(candidates, finalists, metric, decided) + _beside_probe(winner, metric, floor),
-            f"deltune train {shlex.quote(str(link / 'spec.yaml'))} --output RUN", test,
+            f"deltune train {shlex.quote(str(self.folder / 'best' / 'spec.yaml'))} --output RUN", test,
             round(self.seconds, 1), self.folder,
         )  # fmt: skip
         self._write(choice, candidates, metric)
@@ -594,36 +618,46 @@ class _Search:
     def _final_folder(self, candidate: Candidate, seed: int) -> Path:
         return self.folder / "finals" / f"{_folder_name(candidate)}-seed{seed}"
 
-    def _full_tuning(self) -> float | None:
-        """Return the validation score of full tuning at its default rate, where it keeps the limits; else None."""
-        config, left_out = self.base.replace(method="full"), "full tuning is left out: it breaks the limit of %s"
+    def _full_tuning(self) -> tuple[float | None, str]:
+        """Return the validation score of full tuning at its default rate, or why it breaks the limits."""
+        config, why, cost = self.base.replace(method="full"), "", self.longest[-1]
         try:
-            if not self._fits(self.longest[-1]):
-                logger.info(left_out, "time")
-                return None
-            cost = self._cost(config)
-            over = self.memory is not None and cost.peak_bytes > self.memory
-            if over or not self._fits(cost):
-                logger.info(left_out, "memory" if over else "time")
-                return None
-            config = config.replace(validate_every=_eighth(cost.steps))
-            metrics = self._timed(config, self.folder / "finals" / "full", cost, final=True, report=False)
+            if self._fits(cost):
+                cost = self._cost(config)
+                if self.memory is not None and cost.peak_bytes > self.memory:
+                    why = f"{format_bytes(cost.peak_bytes)} of memory, {format_bytes(self.memory)} are allowed"
+            if not why and not self._fits(cost):
+                why = f"no time is left for {format_duration(self._predicted(cost, final=True))} or more"
+            if not why:
+                config = config.replace(validate_every=_eighth(cost.steps))
+                metrics = self._timed(config, self.folder / "finals" / "full", cost, final=True, report=False)
+                return float(metrics.best.value or 0.0), ""
         except DeltuneError as error:
-            logger.info("full tuning is left out: %s", error)
-            return None
-        return float(metrics.best.value or 0.0)
+            why = str(error)
+        logger.info("full tuning is left out: %s", why)
+        return None, why
 
     def _write(self, choice: Choice, candidates: Sequence[Candidate], metric: str) -> None:
         """Write choice.json, and report.html with the curve of every candidate."""
         values = choice.as_json()
-        write_json(self.finished, values)
         lines = [
-            Line(one.name, [(s, abs(v)) for s, v in one.rungs.items()], dots=True) for one in candidates if one.rungs
+            Line(one.name, [(s, signed_score(metric, v)) for s, v in one.rungs.items()], dots=True)
+            for one in candidates
+            if one.rungs
         ]
         chart = line_chart(f"{metric} on the rows held out", lines, "step")
         template = Path(__file__).parent / "report" / "choose.html"
         page = render(template, title="Choosing a method", choice=choice, rows=values["table"], chart=chart)
         write_text(self.folder / "report.html", page)
+        write_json(self.finished, values)  # last: the search is finished by it
+
+
+def _enqueue(study: optuna.Study, trials: Sequence[dict[str, Any]]) -> None:
+    """Let a study have these trials, those that it has not got yet from a process that was killed."""
+    there = [trial.user_attrs.items() for trial in study.trials]
+    for attributes in trials:
+        if not any(attributes.items() <= items for items in there):
+            study.enqueue_trial({}, user_attrs=attributes)
 
 
 def _all_but_test(data: TaskData) -> TaskData:
@@ -734,7 +768,8 @@ def _advice(candidates: Sequence[Candidate], finalists: Sequence[Candidate], met
         text += "undecided: there was time for one seed alone; what validated better is taken"
     else:
         text += (
-            "undecided: the finalists' intervals over the seeds overlap; what merges, then what is smaller, was taken"
+            "undecided: the finalists' intervals over the seeds overlap; one that can be merged goes first, then the "
+            "smaller one"
         )
     return text[0].upper() + text[1:]
 
@@ -749,7 +784,9 @@ def _beside_probe(winner: Candidate, metric: str, probe: float | None) -> str:
     )
 
 
-def _table(candidates: Sequence[Candidate], probe: float | None, full: float | None) -> pandas.DataFrame:
+def _table(
+    candidates: Sequence[Candidate], metric: str, probe: float | None, full: float | None, why_not: str
+) -> pandas.DataFrame:
     """Return a row for each candidate, the best first, and for what stands beside them."""
     import pandas
 
@@ -763,7 +800,7 @@ def _table(candidates: Sequence[Candidate], probe: float | None, full: float | N
             "memory": one.cost and format_bytes(one.cost.peak_bytes),
             "merges": one.cost and not one.cost.why_unmerged,
             "steps": max(one.rungs, default=0),
-            "held out": abs(one.best) if one.rungs else None,
+            "held out": signed_score(metric, one.best) if one.rungs else None,
             "validation": statistics.fmean(one.finals) if one.finals else None,
             "±": interval(one.finals)[1] - statistics.fmean(one.finals) if len(one.finals) > 1 else None,
             "seeds": len(one.finals),
@@ -771,9 +808,6 @@ def _table(candidates: Sequence[Candidate], probe: float | None, full: float | N
         }
         for one in ranked
     ]
-    rows += [
-        {"method": name, "validation": score}
-        for name, score in (("linear probe", probe), ("full tuning", full))
-        if score is not None
-    ]
+    rows += [] if probe is None else [{"method": "linear probe", "validation": probe}]
+    rows.append({"method": "full tuning", "validation": full, "left out": why_not})
     return pandas.DataFrame(rows).convert_dtypes()

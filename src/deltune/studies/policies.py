@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ..errors import check_booleans, check_extra
+from ..errors import check_booleans
 from .claims.selectors import FLOOR
 from .scales import LADDER, START
 from .study import CellPlan, PlannedCell, Records, job_outcome
@@ -112,7 +112,8 @@ def successive_halving(eta: int) -> Policy:
 
 def tpe_with_median_pruner(grid: Grid) -> Picked:
     """Let Optuna's TPE propose method and rate, and its median pruner end what is behind."""
-    optuna = _optuna()
+    import optuna
+
     sampler = optuna.samplers.TPESampler(seed=grid.random().randrange(2**31))
     search = optuna.create_study(direction="maximize", sampler=sampler, pruner=optuna.pruners.MedianPruner())
     methods = list(dict.fromkeys(method for method, _ in grid.runs))
@@ -131,7 +132,8 @@ def chosen_from(methods: Sequence[str]) -> Policy:
     """Return the policy that does as `deltune choose` before its finals: methods × four rates, default rates first."""
 
     def choose(grid: Grid) -> Picked:
-        optuna = _optuna()
+        import optuna
+
         from .choosing import halving
 
         search = optuna.create_study(direction="maximize", pruner=halving(grid.steps))
@@ -141,14 +143,6 @@ def chosen_from(methods: Sequence[str]) -> Policy:
         return max(done, key=lambda run: (done[run], grid.validation_at(run, done[run])[1])), sum(done.values())
 
     return choose
-
-
-def _optuna() -> Any:
-    check_extra("studies", "replaying a search by Optuna needs")
-    import optuna
-
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
 
 
 def _tried(search: Any, trial: Any, curve: Sequence[tuple[int, float]]) -> int:

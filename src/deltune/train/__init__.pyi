@@ -17,8 +17,6 @@ from .probe import pooled_features as pooled_features
 from .probe import probe_model as probe_model
 from .progress import ProgressDisplay as ProgressDisplay
 from .progress import format_duration as format_duration
-from .rates import Slice as Slice
-from .rates import finalists as finalists
 from .records import Best as Best
 from .records import ProbeRecord as ProbeRecord
 from .records import RunMetrics as RunMetrics

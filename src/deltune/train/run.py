@@ -193,6 +193,7 @@ def _run(config: RunConfig, run: RunFolder, options: _Options) -> RunMetrics:
         broadcast_from_main(lambda: stack.enter_context(run.locked()))
         if config.is_series:
             if not options.resume:
+                _check_inputs(config, options)
                 run.clear()
             of_each = replace(options, resume=True)
             metrics = run_series(config, run, lambda one, at: _run(one, RunFolder(at, writer=run.writer), of_each))
@@ -205,6 +206,12 @@ def _run(config: RunConfig, run: RunFolder, options: _Options) -> RunMetrics:
         if options.report:
             broadcast_from_main(lambda: str(write_report(run)))
         return metrics
+
+
+def _check_inputs(config: RunConfig, options: _Options) -> None:
+    """Read the data and the model's configuration, so that a wrong path is refused before a folder is cleared."""
+    load_task_data(config.data, config.runtime.seed, read=options.cache.data)
+    load_config(config.model.name)
 
 
 def _write_missing_report(run: RunFolder) -> None:
@@ -307,10 +314,10 @@ def measure_steps(config: RunConfig, rows: Callable[[TaskData], TaskData], cache
     """Take three steps of a run and one validation, and two of its longest rows, and return what they cost."""
     device, clock, start = task_setup.resolve_device("auto"), _StepClock(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder, ProgressDisplay(False) as bar:
-        state = _prepare(config, RunFolder(folder), device, "none", cache, rows)
-        steps, every_row = state.total_steps, state.encoded["train"]
-        delta = sum(parameter.nbytes for parameter in state.tuned.trainable_parameters())
         try:
+            state = _prepare(config, RunFolder(folder), device, "none", cache, rows)
+            steps, every_row = state.total_steps, state.encoded["train"]
+            delta = sum(parameter.nbytes for parameter in state.tuned.trainable_parameters())
             with _linear_optimized(state, device):
                 # The optimizer keeps nothing until its first step ends.
                 state.config = state.config.replace(steps=2, lr=state.config.optim.rate)
@@ -399,7 +406,7 @@ def _prepare(
         check_causal(model)
     same_length = padding_side(model) is None
     set_seed(seed)
-    start = None if config.method.init_from is None else open_run(config.method.init_from)
+    start = None if config.method.init_from is None else open_run(config.method.init_from, config.model.name)
     if start is not None:
         _check_held_out(start, config.data, setup.data)
     chosen_pooling = config.method.pooling
@@ -507,7 +514,9 @@ def _check_held_out(start: RunFolder, section: DataSection, data: TaskData) -> N
     source = section.source or ""
     if isinstance(start, DeltaFolder) or source != start.config.data.source or not Path(source).is_file():
         return
-    seed, advice = start.config.runtime.seed, "or give a folder with files for train, validation and test"
+    runtime, seed = start.config.runtime, start.config.data.split_seed
+    seed = (runtime.seeds or (runtime.seed,))[0] if seed is None else seed
+    advice = "or give a folder with files for train, validation and test"
     _, before = load_task_data(start.config.data, seed)
     start.check_data(before.summary, advice)
     trained = {*before.splits["train"]["id"]}
@@ -515,7 +524,7 @@ def _check_held_out(start: RunFolder, section: DataSection, data: TaskData) -> N
     if both := [name for name in held_out if name in trained]:
         raise DeltuneError(
             f"init_from: {len(both)} of {len(held_out)} rows of {source} that would be held out were trained by "
-            f"{start.folder}, which drew them by another seed: give --seed {seed}, {advice}"
+            f"{start.folder}, which drew them by another seed: give --split-seed {seed}, {advice}"
         )
 
 

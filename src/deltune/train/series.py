@@ -14,7 +14,6 @@ from ..errors import DivergedError, counted
 from ..methods.registry import parse
 from ..methods.spec import expressions_apart
 from .config import RunConfig
-from .rates import first_peak
 from .records import Best, RunMetrics, SeriesRun
 from .run_folder import RunFolder
 
@@ -97,6 +96,17 @@ def untried_values(config: RunConfig) -> list[str]:
         for field, tried in config.runtime.search.items()
         if field in values and values[field] not in tried
     ]
+
+
+def first_peak(rank_of: Callable[[int], tuple[float, ...]], count: int) -> int:
+    """Try values in order until one ranks no higher than the one before, which is chosen; -inf is passed over."""
+    chosen, best = 0, rank_of(0)
+    for i in range(1, count):
+        rank = rank_of(i)
+        if math.isfinite(best[0]) and rank <= best:
+            break
+        chosen, best = i, rank
+    return chosen
 
 
 def run_series(config: RunConfig, run: RunFolder, train_one: TrainOne) -> RunMetrics:

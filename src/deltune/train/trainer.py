@@ -40,7 +40,6 @@ from .data.packing import Packing, best_fit
 from .frozen_layers import FrozenLayers
 from .inference import EvalResult, continue_prompt, log_omitted, prediction_lines, score_split, with_tag_scheme
 from .progress import ProgressDisplay, format_duration
-from .rates import PASSES_OF_A_STEP
 from .records import ProbeRecord, signed_score
 from .run_folder import RunFolder
 from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions, condition_of_rows, task_ids
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
 
 TASK_IDS = "task_ids"
 """The key of a batch with the number of each row's task, of which a pass is told beside its inputs."""
+PASSES_OF_A_STEP = 3
+"""A row of a training step takes as long as that many rows that are only scored: forward, and twice that backward."""
 SHOWN_ANSWERS = 4
 """Conversations of a split that a model answers for its report."""
 
