@@ -275,7 +275,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turn links to files beside docs/ into links to the pages made from them and keep long lists out of the search."""
+    """Turn links to files beside docs/ into links to the pages made from them and keep long lists out of the search.
+
+    The names of a page of the reference are for readers of the repository.
+    """
+    markdown = re.sub(r"<!-- names -->\n.*?<!-- end -->\n\n", "", markdown, flags=re.DOTALL)
     if page.file.src_uri == "library/families.md":  # a row for each of 420 classes
         page.meta["search"] = {"exclude": True}
     markdown = re.sub(r"\]\(((?:\.\./)*notebooks/[\w-]+)\.ipynb", r"](\1.md", markdown)

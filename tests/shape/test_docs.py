@@ -166,6 +166,12 @@ def test_what_works_with_other_libraries_is_a_test_or_a_reason() -> None:
     assert [row for row in rows if any(len(cell) < 3 for cell in row)] == []
 
 
+def test_the_reference_names_what_it_describes() -> None:
+    for path in hook("reference").PAGES:
+        page = path.read_text(encoding="utf-8")
+        assert page == hook("reference").with_names(page), f"{path.name}: run `python docs/hooks/reference.py`"
+
+
 def test_figures_show_the_committed_numbers() -> None:
     for name, draw in hook("figures").FIGURES.items():
         committed = (DOCS / "images" / name).read_text(encoding="utf-8")

@@ -215,7 +215,8 @@ def choose(
         options: Further options of `deltune train` for every run, such as epochs=3 or max_length=64.
 
     Returns:
-        The winner, the table and the advice.
+        An object with `method`, `learning_rate`, `table` (a pandas.DataFrame), `decided`, `advice`, `command`, the `test`
+        scores and the folder `run`.
 
     Raises:
         DeltuneError: No candidate keeps the limits, the data cannot decide, or the folder has another search.

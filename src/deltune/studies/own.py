@@ -146,8 +146,8 @@ def policies(setup: StudySetup) -> Study:
                       metric=METRIC, average=False)  # fmt: skip
     note = (
         "Of the grid's steps the searches take a quarter, LoRA at four rates 7 %, and the search of `deltune choose` "
-        "5 % in its default space (LoRA at queries and values or at all linears, four rates) and 21 % over all methods; "
-        "its finals, six whole runs, are not replayed. The "
+        "5 % in its default space (LoRA at queries and values or at all linears, four rates) and 21 % over all "
+        "methods; its finals, six whole runs, are not replayed. The "
         "default space was registered after the first three tasks. Of the tasks that are done."
     )
     return Study("own/policies", OWN_QUESTIONS["own/policies"], plan_cells, (table,), METRIC, note)
