@@ -222,7 +222,7 @@ def locate_model(name: str) -> ModelSource:
         problem = unknown_name("model", name, ["minilm", *nearby, *sorted(cached)[:20]])
         reason = reason or f"the hub gives no config.json for it ({error_summary(error)})"
         todo = "Give a folder with config.json and model.safetensors, a config.json, a hub id or minilm"
-        todo += "; of a delta whose base lies elsewhere, --model BASE (of deltune serve, --set model.name=BASE)"
+        todo += "; of a delta whose base lies elsewhere, --model BASE"
         raise DeltuneError(f"{problem} There is no such file or folder here, and {reason}. {todo}.") from error
 
 

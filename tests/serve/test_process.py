@@ -285,8 +285,12 @@ def test_mistakes_end_before_anything_is_loaded(decoder: tuple[Path, Path], tmp_
     with pytest.raises(DeltuneError, match="are to be served: give their model"):
         run(unnamed, "--deltas", deltas)
     (tmp_path / "model.yaml").write_text("model:\n  name: base-elsewhere\n")
-    for source in (("--set", "model.name=base-elsewhere"), ("--config", tmp_path / "model.yaml")):
-        with pytest.raises(DeltuneError, match=r"unknown model 'base-elsewhere'.*--set model\.name=BASE"):
+    for source in (
+        ("--model", "base-elsewhere"),
+        ("--set", "model.name=base-elsewhere"),
+        ("--config", tmp_path / "model.yaml"),
+    ):
+        with pytest.raises(DeltuneError, match=r"unknown model 'base-elsewhere'.*--model BASE"):
             run(one, *source, "--port", 0)
     with pytest.raises(DeltuneError, match="name too long"):
         run("x" * 300, "--port", 0)

@@ -120,9 +120,9 @@ def test_what_is_missing_is_enqueued(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("metric", "shown"), [("pearson", -0.15), ("perplexity", 0.15)])
 def test_a_score_has_its_sign(metric: str, shown: float) -> None:
-    (row, _) = module._table([replace(finalist([], "", 9), rungs={1: -0.15})], metric, None, None, "").to_dict(
-        "records"
-    )
+    (row, _) = module._table(
+        [replace(finalist([], "", 9), rungs={1: -0.15})], metric, None, Candidate("full tuning", 0.1, 9)
+    ).to_dict("records")
     assert row["held out"] == shown
 
 

@@ -345,6 +345,15 @@ def test_tokens_of_both_answers_are_counted() -> None:
         ("grpo", {}, "--reward FILE.py:function"),
         ("kto", {"batch_size": 1}, "kto compares the rows of a device batch"),
         ("reward", {"beta": 0.1}, "beta is for dpo, kto, orpo and grpo"),
+        *(
+            (
+                objective,
+                {"method": method},
+                "acts at lm_head, whose weight TRL's trainer of .* reads without calling it",
+            )
+            for objective in ("dpo", "kto")
+            for method in ("lora + trainable_tokens(tokens=(5,))", "lora(at='lm_head')")
+        ),
         ("sft", {}, "say what is learned of them, --objective dpo, kto, orpo or reward"),
     ],
 )

@@ -9,15 +9,17 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tiny
 from deltune.errors import DeltuneError
-from deltune.train import checkpoints
+from deltune.train import checkpoints, trainer
 from deltune.train import run_folder as runs
 from deltune.train.inference import evaluate
 from deltune.train.records import Best
@@ -206,6 +208,22 @@ def test_a_finished_run_is_not_repeated(whole: RunFolder, root: Path, caplog: py
     assert "is finished" in caplog.text and whole.metrics_file.stat().st_mtime_ns == before
     with pytest.raises(DeltuneError, match="epochs: 3 there, 4 now"):
         train(tiny.spec(root, epochs=4), whole.folder)
+
+
+def test_the_speed_is_that_of_its_own_steps(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 48 rows in batches of 32, by a clock on which a step takes a second; the next batch is there already."""
+    ended: list[None] = []
+    monkeypatch.setattr(
+        trainer, "time", SimpleNamespace(**dict.fromkeys(("monotonic", "process_time"), lambda: float(len(ended))))
+    )
+    hook = register_optimizer_step_post_hook(lambda *_: ended.append(None))
+    try:
+        train(tiny.spec(root, batch_size=32, epochs=2), tmp_path / "run", progress=False)
+    finally:
+        hook.remove()
+    speeds = [line["tokens_per_second"] for line in RunFolder(tmp_path / "run").read_log() if "learning_rate" in line]
+    assert len(speeds) == 4 and sum(speeds[:2]) == sum(speeds[2:])
+    assert all(1.5 < large / small < 2.5 for large, small in (speeds[:2], speeds[2:]))
 
 
 def test_afresh(root: Path, tmp_path: Path) -> None:

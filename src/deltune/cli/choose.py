@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import DeltuneError
 from .options import Imports, split_settings
 from .output import (
     ColumnsOption,
@@ -23,6 +24,7 @@ from .threads import free_cores
 
 
 def choose(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="The base model: hub id, folder or minilm.")],
     output: Annotated[Path, typer.Option(help="Where the result is written [a folder; the same command continues].")],
     data: Annotated[
@@ -57,6 +59,11 @@ def choose(
     Candidates are judged on held-out training rows, the best two on validation under three seeds, and the winner once
     on test.
     """
+    if context.args:
+        raise DeltuneError(
+            f"deltune choose has no option {context.args[0]}; the other options of deltune train are given by --set, "
+            "such as --set epochs=5"
+        )
     with log_to_stderr(quiet):
         from ..train.run_folder import RunFolder
         from . import formatting

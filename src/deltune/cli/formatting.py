@@ -161,7 +161,7 @@ def score_table(
 
 def run_table(finished: FinishedRun, folder: str) -> RenderableType:
     """Return the outcome of a run: what was trained, which epoch is kept, and the scores."""
-    from ..train.report.advice import against_probe
+    from ..train.report.advice import against_probe, training_losses
     from ..train.series import value_text, verdict
 
     config, kept, metrics = finished.config, finished.best_config, finished.metrics
@@ -181,6 +181,8 @@ def run_table(finished: FinishedRun, folder: str) -> RenderableType:
         name, of_probe, tuned = compared
         lines += f"\n{name} on {finished.split}: a linear probe of the frozen model {of_probe:.3f}, tuned {tuned:.3f}"
         lines += f" by {best.run}" if config.is_series else ""
+    if not metrics.scores and (losses := training_losses(finished.log))[1:]:
+        lines += f"\nno split is held out; the training loss went from {losses[0]:.4g} to {losses[1]:.4g}"
     return Group(lines, score_table(metrics.scores, metrics.std)) if metrics.scores else lines
 
 
@@ -215,7 +217,7 @@ def comparison_table(comparison: Comparison, fold: bool) -> RenderableType:
 
 def choice_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Return a table with one line a candidate of `deltune choose`, without the reason why one was left out."""
-    columns = [name for name in rows[0] if name not in ("method", "merges", "steps", "±", "seeds", "left out")]
+    columns = [name for name in rows[0] if name not in ("method", "merges", "±", "seeds", "left out")]
     table = _table("method", *columns, right=len(columns))
 
     def cell(row: Mapping[str, Any], name: str) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import DeltuneError, check_extra
 from .options import Imports, commented_yaml, config_command, config_parameters, split_settings
-from .output import Json, Quiet, console, log_to_stderr
+from .output import BaseModelOption, Json, Quiet, console, log_to_stderr
 
 
 def serve(context: typer.Context) -> None:
@@ -49,6 +49,7 @@ def run(
     config: Annotated[
         Path | None, typer.Option(help="A YAML file with any of the options; options override it.")
     ] = None,
+    base: BaseModelOption = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Any option of the config; repeatable."),
@@ -73,8 +74,10 @@ def run(
 
     values = {} if config is None else read_values(config)
     named_model = {} if model is None else {"model": model}
-    options_given = _without_null(options)
+    options_given = _without_null(options) | ({} if base is None else {"model": base})
     by_dotted_name = _without_null(split_settings(settings or [], "limits.timeout=60"))
+    if base is not None and (model is None or not is_delta(model)):
+        raise DeltuneError("--model names the base of a delta: deltune serve RUN --model BASE")
     if model is not None and is_delta(model):
         from ..serve.loading import base_of_delta
 

@@ -209,7 +209,7 @@ def _affine_change(edit: Edit, at: Place | None) -> Affine | str:
     change, factor = edit.form.affine(tensors, at), edit.modification.compose.factor(tensors)
     if factor is None:
         kind = type(edit.modification.compose).__name__
-        return f"{kind} has no factor, the one s of h + s Δh; a gate that depends on the input has none"
+        return f"{kind} has no factor: it depends on the input, and a weight does not"
     if change is None:
         kind = type(edit.modification.form).__name__
         return f"{kind} has no affine, the A and b of Δh = A u + b; a form that is not linear in its input has none"

@@ -60,7 +60,10 @@ if TYPE_CHECKING:
     import pandas
 
 EIGHTHS = 8
-"""A run is validated after each eighth of its steps; from the first on, one that falls behind may be stopped."""
+"""A run is validated after each eighth of its steps."""
+FIRST_RUNG = 20
+"""A run that falls behind may be stopped from an eighth of its steps on, but after that many at least: a few steps say
+little."""
 ETA = 2
 """Of the candidates that reach a rung, the best half goes on to the next, at twice the steps."""
 HELD_OUT = 0.2, 800
@@ -215,8 +218,8 @@ def choose(
         options: Further options of `deltune train` for every run, such as epochs=3 or max_length=64.
 
     Returns:
-        An object with `method`, `learning_rate`, `table` (a pandas.DataFrame), `decided`, `advice`, `command`, the `test`
-        scores and the folder `run`.
+        An object with `method`, `learning_rate`, `table` (a pandas.DataFrame), `decided`, `advice`, `command`, the
+        `test` scores and the folder `run`.
 
     Raises:
         DeltuneError: No candidate keeps the limits, the data cannot decide, or the folder has another search.
@@ -605,11 +608,11 @@ class _Search:
         folder = self._final_folder(winner, self.seeds[0])
         RunFolder(self.folder).link("best", folder.relative_to(self.folder))
         floor = None if probe is None else probe.scores.get("validation", {}).get(metric)
-        full, why_not = self._full_tuning()
+        full = self._full_tuning()
         test = evaluate(folder, splits=("test",))["test"] if "test" in self.data.splits else {}
         choice = Choice(
-            winner.method, winner.rate, _table(candidates, metric, floor, full, why_not), decided,
-            _advice(candidates, finalists, metric, decided) + _beside_probe(winner, metric, floor),
+            winner.method, winner.rate, _table(candidates, metric, floor, full), decided,
+            _advice(candidates, finalists, metric, decided) + _beside(winner, metric, floor, full),
             f"deltune train {shlex.quote(str(self.folder / 'best' / 'spec.yaml'))} --output RUN", test,
             round(self.seconds, 1), self.folder,
         )  # fmt: skip
@@ -619,24 +622,28 @@ class _Search:
     def _final_folder(self, candidate: Candidate, seed: int) -> Path:
         return self.folder / "finals" / f"{_folder_name(candidate)}-seed{seed}"
 
-    def _full_tuning(self) -> tuple[float | None, str]:
-        """Return the validation score of full tuning at its default rate, or why it breaks the limits."""
-        config, why, cost = self.base.replace(method="full"), "", self.longest[-1]
+    def _full_tuning(self) -> Candidate:
+        """Return full tuning at its default rate, with its validation score or why it breaks the limits."""
+        config, full = self.base.replace(method="full"), Candidate("full tuning", math.nan, 0)
         try:
-            if self._fits(cost):
-                cost = self._cost(config)
-                if self.memory is not None and cost.peak_bytes > self.memory:
-                    why = f"{format_bytes(cost.peak_bytes)} of memory, {format_bytes(self.memory)} are allowed"
-            if not why and not self._fits(cost):
-                why = f"no time is left for {format_duration(self._predicted(cost, final=True))} or more"
-            if not why:
+            if not self._fits(self.longest[-1]):  # not even what trains less
+                full.dropped = "no time is left"
+                return full
+            cost = self._cost(config)
+            full.rate, full.scalars, full.cost = cost.rate, count(load_config(config.model.name), "full").method, cost
+            if self.memory is not None and cost.peak_bytes > self.memory:
+                full.dropped = f"{format_bytes(cost.peak_bytes)} of memory, {format_bytes(self.memory)} are allowed"
+            elif not self._fits(cost):
+                full.dropped = f"no time is left for {format_duration(self._predicted(cost, final=True))}"
+            else:
                 config = config.replace(validate_every=_eighth(cost.steps))
                 metrics = self._timed(config, self.folder / "finals" / "full", cost, final=True, report=False)
-                return float(metrics.best.value or 0.0), ""
+                full.finals = [float(metrics.best.value or 0.0)]
         except DeltuneError as error:
-            why = str(error)
-        logger.info("full tuning is left out: %s", why)
-        return None, why
+            full.dropped = str(error)
+        if full.dropped:
+            logger.info("full tuning is left out: %s", full.dropped)
+        return full
 
     def _write(self, choice: Choice, candidates: Sequence[Candidate], metric: str) -> None:
         """Write choice.json, and report.html with the curve of every candidate."""
@@ -691,9 +698,14 @@ def _eighth(steps: int) -> int:
     return math.ceil(steps / EIGHTHS)
 
 
+def _first_rung(steps: int) -> int:
+    """Return the first validation by which candidates that train for a number of steps may be stopped."""
+    return min(steps, _eighth(steps) * math.ceil(FIRST_RUNG / _eighth(steps)))
+
+
 def halving(steps: int) -> optuna.pruners.BasePruner:
     """Return the pruner of candidates that train for a number of steps."""
-    return optuna.pruners.SuccessiveHalvingPruner(min_resource=_eighth(steps), reduction_factor=ETA)
+    return optuna.pruners.SuccessiveHalvingPruner(min_resource=_first_rung(steps), reduction_factor=ETA)
 
 
 def run_seconds(cost: StepCost) -> float:
@@ -750,17 +762,17 @@ def _winner(finalists: Sequence[Candidate], higher_is_better: bool) -> tuple[Can
 
 
 def _advice(candidates: Sequence[Candidate], finalists: Sequence[Candidate], metric: str, decided: bool) -> str:
-    """Say how much the rate and the method decided at the first rung, which all candidates reached."""
+    """Say how much the rate and the method decided at the first rung, which all candidates reach."""
     first: dict[str, list[float]] = {}
     for one in candidates:
-        if one.rungs:
-            first.setdefault(one.method, []).append(one.rungs[min(one.rungs)])
+        if one.cost and (rung := _first_rung(one.cost.steps)) in one.rungs:
+            first.setdefault(one.method, []).append(one.rungs[rung])
     by_rate = [max(values) - min(values) for values in first.values() if len(values) > 1]
     by_method = [max(values) for values in first.values()]
     shares = [("rate", statistics.fmean(by_rate))] if by_rate else []
     shares += [("method", max(by_method) - min(by_method))] if len(by_method) > 1 else []
     parts = [f"the {name} decided {value:.3f} of {metric}" for name, value in shares]
-    text = f"after an eighth of the steps {' and '.join(parts)}; " if parts else ""
+    text = f"at the first rung {' and '.join(parts)}; " if parts else ""
     if decided:
         text += "decided: the winner's interval over the seeds is apart from the other finalist's"
     elif len(finalists) == 1:
@@ -775,40 +787,49 @@ def _advice(candidates: Sequence[Candidate], finalists: Sequence[Candidate], met
     return text[0].upper() + text[1:]
 
 
-def _beside_probe(winner: Candidate, metric: str, probe: float | None) -> str:
-    """Say so where a linear probe on frozen features is as good as the winner or better."""
-    if probe is None or signed_score(metric, statistics.fmean(winner.finals)) > signed_score(metric, probe):
-        return ""
-    return (
-        f". A linear probe on frozen features reaches {probe:.3f} on validation, the winner "
-        f"{statistics.fmean(winner.finals):.3f}: give it more steps (--set epochs=…), or take the probe"
-    )
+def _beside(winner: Candidate, metric: str, probe: float | None, full: Candidate) -> str:
+    """Say so where a linear probe on frozen features, or full tuning, is as good as the winner or better."""
+    mean = statistics.fmean(winner.finals)
+
+    def is_as_good(score: float) -> bool:
+        return signed_score(metric, score) >= signed_score(metric, mean)
+
+    text = ""
+    if probe is not None and is_as_good(probe):
+        text = (
+            f". A linear probe on frozen features reaches {probe:.3f} on validation, the winner {mean:.3f}: give it "
+            "more steps (--set epochs=…), or take the probe"
+        )
+    if full.finals and is_as_good(full.finals[0]):
+        text += (
+            f". Full tuning, under one seed, reaches {full.finals[0]:.3f} on validation, the winner {mean:.3f}: try a "
+            "larger --budget, more steps, or full tuning itself (deltune train --method full)"
+        )
+    return text
 
 
-def _table(
-    candidates: Sequence[Candidate], metric: str, probe: float | None, full: float | None, why_not: str
-) -> pandas.DataFrame:
+def _table(candidates: Sequence[Candidate], metric: str, probe: float | None, full: Candidate) -> pandas.DataFrame:
     """Return a row for each candidate, the best first, and for what stands beside them."""
     import pandas
 
     ranked = sorted(candidates, key=lambda one: (-len(one.finals), -one.best))
-    rows: list[dict[str, Any]] = [
-        {
-            "method": one.method,
-            "learning_rate": None if math.isnan(one.rate) else one.rate,
-            "scalars": one.scalars or None,
-            "minutes": one.cost and round(run_seconds(one.cost) / 60, 2),
-            "memory": one.cost and format_bytes(one.cost.peak_bytes),
-            "merges": one.cost and not one.cost.why_unmerged,
-            "steps": max(one.rungs, default=0),
-            "held out": signed_score(metric, one.best) if one.rungs else None,
-            "validation": statistics.fmean(one.finals) if one.finals else None,
-            "±": interval(one.finals)[1] - statistics.fmean(one.finals) if len(one.finals) > 1 else None,
-            "seeds": len(one.finals),
-            "left out": one.dropped,
-        }
-        for one in ranked
-    ]
+    rows: list[dict[str, Any]] = [_row(one, metric) for one in ranked]
     rows += [] if probe is None else [{"method": "linear probe", "validation": probe}]
-    rows.append({"method": "full tuning", "validation": full, "left out": why_not})
-    return pandas.DataFrame(rows).convert_dtypes()
+    return pandas.DataFrame([*rows, _row(full, metric)]).convert_dtypes()
+
+
+def _row(one: Candidate, metric: str) -> dict[str, Any]:
+    return {
+        "method": one.method,
+        "learning_rate": None if math.isnan(one.rate) else one.rate,
+        "scalars": one.scalars or None,
+        "minutes": one.cost and round(run_seconds(one.cost) / 60, 2),
+        "memory": one.cost and format_bytes(one.cost.peak_bytes),
+        "merges": one.cost and not one.cost.why_unmerged,
+        "steps": max(one.rungs, default=0),
+        "held out": signed_score(metric, one.best) if one.rungs else None,
+        "validation": statistics.fmean(one.finals) if one.finals else None,
+        "±": interval(one.finals)[1] - statistics.fmean(one.finals) if len(one.finals) > 1 else None,
+        "seeds": len(one.finals),
+        "left out": one.dropped,
+    }

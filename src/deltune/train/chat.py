@@ -74,7 +74,7 @@ class Chat:
                 raise DeltuneError(
                     f"{source} is a run, whose template is saved with it: leave --template out"
                     if template is not None
-                    else f"{source} answers {loaded.kind.name}, and is no decoder that chats: deltune predict"
+                    else f"{source} answers {loaded.kind.name} and does not chat: deltune predict"
                 )
             templated = loaded.is_conversational or (loaded.kind is not CHAT and bool(tokenizer.chat_template))
         elif template is not None:

@@ -35,6 +35,7 @@ from ..models import (
     align_padding_token,
     forced_bos_options,
     has_trained_head,
+    is_delta,
     language_codes,
     load_config,
     load_model,
@@ -486,6 +487,8 @@ def evaluate_untuned(
             f"{name} has no trained head for {setup.kind.name}, so it has no score before it is tuned: give --answer "
             "words for a language model, or train the head alone (deltune train --method head)"
         )
+    if head == saved.kind and Path(config.data.source or "").is_file():
+        logger.warning("all rows of %s are scored; %s does not say which it was trained on", setup.data.source, name)
     tokenizer = load_task_tokenizer(name, config.data)
     backbone = load_base(config, head, labels, tokenizer)
     if head == saved.kind and saved.pooling != "model":
@@ -970,7 +973,11 @@ def import_adapter(
     """Turn a folder of PEFT or AdapterHub into a delta folder for a base model, by default the one that it names."""
     folder, to = user_path(folder, "folder"), user_path(output, "output")
     if not is_foreign(folder):
-        raise DeltuneError(f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write")
+        raise DeltuneError(
+            f"{str(folder)!r} is a delta already: every command takes it as it is"
+            if is_delta(str(folder))
+            else f"{str(folder)!r} holds no adapter_config.json, which PEFT and AdapterHub both write"
+        )
     if kind is not None and kind not in HEADS:
         raise DeltuneError(unknown_name("kind of model", kind, HEADS))
     opened = DeltaFolder(folder, base, labels=labels)

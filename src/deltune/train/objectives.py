@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedModel
 
+    from ..runtime.handle import Tuned
+
 Reference = Literal["base", "start"]
 """What a policy is held to: the model without its delta, or the policy as it is before the first step."""
 RewardFunction = Callable[..., Sequence[float | None]]
@@ -62,6 +64,7 @@ class Objective:
         measures: TRL's name of a measure -> its name here.
         has_reference: Whether the policy is held to a reference.
         experimental: Whether TRL may change it at any time.
+        calls_lm_head: Whether TRL calls the projection to the vocabulary, whose weight it reads otherwise.
         options: Further arguments.
     """
 
@@ -69,6 +72,7 @@ class Objective:
     measures: Mapping[str, str]
     has_reference: bool = False
     experimental: bool = False
+    calls_lm_head: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -76,11 +80,15 @@ PAIR = {"rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 ALL_TOKENS = {"max_length": None}  # rows are cut before
 BEFOREHAND = {**ALL_TOKENS, "precompute_ref_log_probs": True}
 OBJECTIVES: Mapping[str, Objective] = {
-    "dpo": Objective("DPO", PAIR, has_reference=True, options=BEFOREHAND),
-    "kto": Objective("KTO", {"rewards/margins": "margin", "kl": "kl"}, has_reference=True, options=BEFOREHAND),
+    "dpo": Objective("DPO", PAIR, has_reference=True, calls_lm_head=False, options=BEFOREHAND),
+    "kto": Objective(
+        "KTO", {"rewards/margins": "margin", "kl": "kl"}, has_reference=True, calls_lm_head=False, options=BEFOREHAND
+    ),
     "orpo": Objective("ORPO", {**PAIR, "nll_loss": "nll"}, experimental=True, options={"max_length": 1}),
     "reward": Objective("Reward", {"accuracy": "accuracy", "margin": "margin"}, options=ALL_TOKENS),
-    "grpo": Objective("GRPO", {"reward": "reward", "kl": "kl", "completions/mean_length": "length"}),
+    "grpo": Objective(
+        "GRPO", {"reward": "reward", "kl": "kl", "completions/mean_length": "length"}, calls_lm_head=False
+    ),
 }
 
 
@@ -206,6 +214,17 @@ def check_objective(config: RunConfig, reward: RewardFunction | None, sharded: s
         raise error_from_problems("the options do not go with the objective", problems)
     if kind != "sft":
         check_extra("align", f"--objective {kind} needs")
+
+
+def check_lm_head(objective: str, tuned: Tuned) -> None:
+    """Refuse a delta that acts at a projection to the vocabulary that TRL's trainer would not call."""
+    path = tuned.attached.passes.vocabulary  # where some delta acts at it
+    if objective != "sft" and path is not None and not OBJECTIVES[objective].calls_lm_head:
+        raise DeltuneError(
+            f"{tuned.method!r} acts at {path}, whose weight TRL's trainer of {objective} reads without calling it: "
+            "tune with --objective sft, merge that run (deltune merge), and give the merged model a method that does "
+            "not act there; or take --objective orpo"
+        )
 
 
 def trl_arguments(state: RunState) -> dict[str, Any]:

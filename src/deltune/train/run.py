@@ -53,8 +53,10 @@ from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
 from .inference import SPLITS, with_tag_scheme
 from .objectives import (
+    OBJECTIVES,
     RewardFunction,
     arguments_class,
+    check_lm_head,
     check_objective,
     objective_line,
     objective_trainer,
@@ -426,6 +428,7 @@ def _prepare(
     tuned = attach(
         model, config.method.expression, head=config.method.head, pooling=pooling, data=data_of_start, original=original
     )
+    check_lm_head(objective, tuned)
     if kind.head == "classification":
         begin_with_head_of(config.model.name, model, tuned.anatomy, pooling)
     has_fresh_head = start is None or not _begin_with_delta(tuned, start, data.labels)
@@ -770,9 +773,13 @@ def _untrained_line(state: RunState) -> str:
     tokens = untrained_tokens(state.tuned, state.tokenizer, sample) if is_chat(state.kind) else {}
     if not tokens:
         return ""
+    objective, added = state.config.objective.kind, f"+ trainable_tokens(tokens={tuple(tokens)})"
+    todo = f"add {added}"
+    if objective != "sft" and not OBJECTIVES[objective].calls_lm_head:
+        todo = f"train them first, by --objective sft and {added}, and give {objective} that run merged (deltune merge)"
     return (
         f"{', '.join(tokens.values())}: the base never trained the embeddings of these tokens, and "
-        f"{state.config.method.expression} leaves them as they are; add + trainable_tokens(tokens={tuple(tokens)})"
+        f"{state.config.method.expression} leaves them as they are; {todo}"
     )
 
 

@@ -428,13 +428,10 @@ class DeltaTrainer(DeltaCheckpointTrainer):
         """Collate rows; a device without rows in this step gets one whose labels are ignored."""
         state = self.run_state
         if rows and state.packing is not None:
-            state.tokens += sum(len(row["input_ids"]) for row in rows)
             bins = best_fit([len(row["input_ids"]) for row in rows], state.kind.max_input_tokens(state.limits))
             return state.packing.batch([[rows[i] for i in one] for one in bins], state.model.dtype)
         if rows:
-            batch = self._collate(rows)
-            state.tokens += int(batch["attention_mask"].sum()) if "attention_mask" in batch else 0
-            return batch
+            return self._collate(rows)
         batch = self._collate([self.run_state.encoded["train"][0]])
         return {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
 
@@ -453,7 +450,14 @@ class DeltaTrainer(DeltaCheckpointTrainer):
         """Return the batches of a step on this device, and how many items the batches of all devices have."""
         batches = [next(epoch_iterator) for _ in range(num_batches)]
         items = torch.stack([self._items(batch).to(device) for batch in batches]).sum()
+        self.run_state.tokens += sum(self._tokens(batch) for batch in batches)
         return batches, distributed.all_reduce_sum(items)
+
+    def _tokens(self, batch: dict[str, torch.Tensor]) -> int:
+        """Count the tokens of a batch without its padding."""
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        is_text = mask if mask is not None and mask.shape == ids.shape else ids != self.run_state.tokenizer.pad_token_id
+        return int(is_text.sum())
 
     def _items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Count what the loss of a batch is the mean of: rows, or the tokens that are predicted."""

@@ -722,7 +722,9 @@ def encode_labels(
         for label, (first, count) in of_split.items():
             where = files[split].location(first) + (f" and {count - 1} more" if count > 1 else "")
             if label not in ids and known:
-                problems.append(unknown_name("label", label, names, where=where))
+                unnamed = all(re.fullmatch(r"LABEL_\d+", name) for name in names)
+                hint = " --labels gives them names, in the order of their ids." if unnamed else ""
+                problems.append(unknown_name("label", label, names, where=where) + hint)
             elif ids.get(label) not in trained_ids or label not in ids:
                 guess = closest_match(label, train)
                 hint = f" Did you mean {guess!r}?" if guess else f" Labels there: {', '.join(sorted(train)[:20])}"

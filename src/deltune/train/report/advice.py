@@ -86,7 +86,7 @@ def advice(finished: FinishedRun) -> list[str]:
     has_learned = finished.analysis.accuracy is not None and finished.analysis.baseline is not None
     of_best = [
         *(nothing or ([] if has_learned else loss_stayed(finished.best_config, finished.log, step))),
-        *beaten_by_probe(finished.best_config, finished.best_metrics, finished.split, finished.log),
+        *beaten_by_probe(finished),
         *loss_rose(finished.best_config, finished.log),
         *(str(line["untrained"]) for line in finished.log if "untrained" in line),
         *never_rewarded(finished.log),
@@ -113,15 +113,17 @@ def against_probe(metrics: RunMetrics, split: str) -> tuple[str, float, float] |
     return (names[0], float(of_probe[names[0]]), float(scores[names[0]])) if names else None
 
 
-def beaten_by_probe(config: RunConfig, metrics: RunMetrics, split: str, log: Sequence[Mapping[str, Any]]) -> list[str]:
+def beaten_by_probe(finished: FinishedRun) -> list[str]:
     """Say if a linear probe of the frozen model does better than the tuned model."""
+    config, metrics, split, log = finished.best_config, finished.best_metrics, finished.split, finished.log
     compared = against_probe(metrics, split)
     if compared is None:
         return []
     name, of_probe, tuned = compared
     if signed_score(name, tuned) >= signed_score(name, of_probe):
         return []
-    start = "" if config.method.head_init == "probe" else "a head that begins from the probe (--head-init probe), "
+    can_begin = config.method.head_init != "probe" and "pair" not in finished.data.columns
+    start = "a head that begins from the probe (--head-init probe), " if can_begin else ""
     return [
         f"the tuned model is no better than a linear probe of the frozen one: {name} {tuned:.3f} and {of_probe:.3f} on "
         f"{split}. Try {_longer_or_lower(config, log, metrics.best.step)}, {start}or another learning rate (--lr)"
@@ -190,7 +192,7 @@ def few_entities(config: RunConfig, metrics: RunMetrics, split: str, log: Sequen
 
 def loss_stayed(config: RunConfig, log: Sequence[Mapping[str, Any]], best_step: int | None = None) -> list[str]:
     """Say if the training loss ended about where it began."""
-    losses = _training_losses(log)
+    losses = training_losses(log)
     if len(losses) < 2 or not HARDLY_FALLEN * losses[0] < losses[-1] <= RISEN * losses[0]:
         return []
     todo = _other_rate_or_longer(config, log, best_step)
@@ -199,7 +201,7 @@ def loss_stayed(config: RunConfig, log: Sequence[Mapping[str, Any]], best_step: 
 
 def loss_rose(config: RunConfig, log: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say if the training loss ended well above where it began."""
-    losses = _training_losses(log)
+    losses = training_losses(log)
     if len(losses) < 2 or losses[-1] <= RISEN * losses[0] or _steps(log) < FEWEST_STEPS:
         return []
     lower = _other_rate(config, log, rose=True)
@@ -275,16 +277,16 @@ def edge_of_search(config: RunConfig, metrics: RunMetrics) -> list[str]:
     return notes
 
 
-def _training_losses(log: Sequence[Mapping[str, Any]]) -> list[float]:
+def training_losses(log: Sequence[Mapping[str, Any]]) -> list[float]:
     """Return the first training loss and the mean of the last tenth; fewer than two if the log has fewer."""
     losses = [float(line["loss"]) for line in log if isinstance(line.get("loss"), int | float) and "reward" not in line]
     return [losses[0], fmean(losses[-max(1, len(losses) // 10) :])] if len(losses) > 1 else losses
 
 
 def _other_rate(config: RunConfig, log: Sequence[Mapping[str, Any]], rose: bool) -> float:
-    """Return a rate to try: lower if the loss rose, the method's default where the rate is above it, else higher."""
+    """Return a rate to try: lower if the loss rose or the weights were trained before, else the default or higher."""
     rate, usual = config.optim.rate, usual_rate(config, _steps(log) or None)
-    if rose:
+    if rose or config.method.init_from is not None:
         return min(rate / RATE_FACTOR, usual)
     return usual if rate > ABOVE_DEFAULT * usual else max(rate * RATE_FACTOR, usual)
 
