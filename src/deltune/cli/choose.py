@@ -19,6 +19,7 @@ from .output import (
     console,
     log_to_stderr,
     resumable,
+    wide_console,
 )
 from .threads import free_cores
 
@@ -85,6 +86,6 @@ def choose(
         console.print_json(data=choice.as_json())
         return
     scores = ", ".join(f"{name} {value:.4f}" for name, value in choice.test.items())
-    console.print(formatting.choice_table(choice.table.to_dict("records")))
+    wide_console().print(formatting.choice_table(choice.table.to_dict("records")))
     print(f"{choice.method} at {choice.learning_rate:g}: {f'test {scores}' if scores else 'there is no test split'}")
     print(f"{choice.advice}.\nTrain it again: {choice.command}\nIts run: {choice.run / 'best'}")

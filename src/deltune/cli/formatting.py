@@ -229,9 +229,6 @@ def choice_table(rows: Sequence[Mapping[str, Any]]) -> RenderableType:
 
     for row in rows:
         table.add_row(row["method"], *(cell(row, name) for name in columns))
-    for column in table.columns:
-        column.no_wrap, column.overflow = True, "ignore"
-        column.min_width = max(len(str(text)) for text in (column.header, *column.cells))
     return table
 
 

@@ -16,6 +16,12 @@ from rich.console import Console
 
 console = Console(soft_wrap=True, highlight=False, markup=False)
 
+
+def wide_console() -> Console:
+    """Return a console for tables with long cells: a narrow terminal wraps their lines, where rich drops columns."""
+    return Console(width=max(200, console.width), soft_wrap=True, highlight=False, markup=False)
+
+
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, folder, config.json or minilm.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, of a delta, or of PEFT.")]
 BaseModelOption = Annotated[
