@@ -1,4 +1,4 @@
-"""Write the table of default learning rates in docs/train/choose.md from the committed results of own/defaults.
+"""Write the table of default learning rates in docs/studies/choosing.md from the committed results of own/defaults.
 
 `python docs/hooks/defaults.py` writes it.
 """
@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "train" / "choose.md"
+PAGE = ROOT / "docs" / "studies" / "choosing.md"
 TABLE = re.compile(r"(?<=<!-- defaults -->\n).*?(?=<!-- end -->)", re.DOTALL)
 TASKS = {"sst2": "SST-2", "conll04": "CoNLL04", "g2p_us_to_gb": "g2p", "tickets": "tickets", "sick": "SICK"}
 

@@ -183,7 +183,7 @@ LARGEST_CLASS = {"sst2": 50.3, "tickets": 12.5, "sick": 56.9}
 
 def test_default_rates_are_near_the_best() -> None:
     """In the mean of the tasks within 3 points, and on none at the largest class where another rate is above it."""
-    page, hook_of_defaults = DOCS / "train" / "choose.md", hook("defaults")
+    page, hook_of_defaults = DOCS / "studies" / "choosing.md", hook("defaults")
     text = page.read_text(encoding="utf-8")
     assert text == hook_of_defaults.with_table(text), "run `python docs/hooks/defaults.py`"
     default, best = hook_of_defaults.measured()

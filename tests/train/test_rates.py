@@ -174,7 +174,7 @@ def test_the_defaults_of_a_method_teach_or_tell(method: str, root: Path, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [names[0] for names in GROUPS.values()])
 def test_the_defaults_of_a_method_on_real_rows(method: str, tmp_path: Path, cache: ModelCache) -> None:
-    """The packaged model and tickets; docs/train/choose.md has the scores on further tasks."""
+    """The packaged model and tickets; docs/studies/choosing.md has the scores on further tasks."""
     more = {"quantize": "int8"} if method == "loftq" else {}
     config = RunConfig.from_flat(model="minilm", data=str(TICKETS), method=repr(REGISTRY[method].plain), **more)
     train(config, tmp_path / "run", cache=cache, progress=False, report=False)

@@ -265,7 +265,8 @@ def _commented(config: RunConfig) -> str:
     read = RunConfig.from_flat(**{name: value for name, value in values.items() if name not in unset}).flat(mode="json")
     needed = [dotted for dotted, name in DOTTED.items() if name in unset and read[name] != values[name]]
     short, long = (default_learning_rate(config.method.expression, steps) for steps in (SHORT_STEPS, LONG_STEPS))
-    rate = f"{short:g} for {SHORT_STEPS} steps or fewer, down to {long:g} for {LONG_STEPS:,} or more"
+    of_steps = f"{short:g} for {SHORT_STEPS} steps or fewer, down to {long:g} for {LONG_STEPS:,} or more"
+    rate = f"{short:g}" if short == long else of_steps
     is_searched = not {"lr", "method"}.isdisjoint(config.runtime.search)
     notes = {} if is_searched else {"optim.lr": f"learning rate [the method's: {rate}]"}
     return commented_yaml(parse_yaml(config.yaml(), "the config"), SECTIONS, needed, notes)

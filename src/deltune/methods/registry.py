@@ -68,13 +68,12 @@ _ENTRIES = {
     "selections: existing parameters, trained in place": (
         RegistryEntry(library.full, "all three", "all", "full", rate=5e-5, short_rate=3e-4),
         RegistryEntry(library.head, "Alain and Bengio 2017", "0", "head", short_rate=3e-2),
-        RegistryEntry(library.layernorm, "LN §2, eq. 1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2,
-            short_rate=2e-2),
+        RegistryEntry(library.layernorm, "LN §2, eq. 1", "4d (+ 2d)", "layernorm(terms='gain')", rate=1e-2),
         RegistryEntry(library.bitfit, "Ben Zaken et al. 2022", "7d + m", "bitfit(which='query+ffn_up')"),
         RegistryEntry(library.trainable_tokens, "ours", "d for each token, once",
             "trainable_tokens(tokens=(5, 7)) + lora" ),
         RegistryEntry(library.diff_pruning, "Guo et al. 2021", "share of 4d² + 2dm + 5d + m",
-            "diff_pruning(sparsity=0.01)", rate=5e-5, short_rate=3e-2),
+            "diff_pruning(sparsity=0.01)", rate=5e-5),
         RegistryEntry(library.apet, "AP §5.1, §C", "N in all", "apet(lora(rank=8), parameters='0.05%')"),
     ),
     "adapters: changes of hidden states": (
@@ -123,7 +122,7 @@ _ENTRIES = {
         RegistryEntry(library.delora, "Bini et al. 2025", "4dr + 2", "delora(rank=8, bound=5)"),
         RegistryEntry(library.loha, "Hyeon-Woo et al. 2022", "8dr", "loha(rank=4)"),
         RegistryEntry(library.lokr, "Yeh et al. 2024", "about 2d + 4r√d", "lokr(rank=4, factor=8)"),
-        RegistryEntry(library.miss, "Kang and Yin 2024", "2dr", "miss(rank=32)"),
+        RegistryEntry(library.miss, "Kang and Yin 2024", "2dr", "miss(rank=32)", short_rate=3e-3),
         RegistryEntry(library.gralora, "Jung et al. 2025", "4dr", "gralora(rank=8, blocks=4)"),
     ),
     "routers: experts of low rank, weighed by the task of a row or by what a first pass reads": (
@@ -133,7 +132,7 @@ _ENTRIES = {
         RegistryEntry(library.xlora, "Buehler and Buehler 2024", "4dnr; (d + 1)n once", "xlora(number=4, rank=4)"),
     ),
     "shared: few numbers and matrices that all places have in common": (
-        RegistryEntry(library.vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm"),
+        RegistryEntry(library.vera, "Kopiczko et al. 2024", "2(d + r)", "vera(rank=64) + layernorm", short_rate=3e-2),
         RegistryEntry(library.randlora, "ICLR 2025", "2(d + d²/r)", "randlora(rank=64)"),
         RegistryEntry(library.vblora, "Li et al. 2024", "4rhd/b + hb once", "vblora(vectors=64, length=32)"),
         RegistryEntry(library.unilora, "Li et al. 2025", "n once", "unilora(length=1000)"),
@@ -161,7 +160,7 @@ _ENTRIES = {
     "sums: several of them at once": (
         RegistryEntry(library.mam, "UV §4.6", "2ld + 2dr", "mam(length=30, rank=512)"),
         RegistryEntry(library.prefix_layernorm, "LN §3.2", "2ld + 4d (+ 2d)", "prefix_layernorm(length=16)",
-            rate=1e-2, short_rate=2e-2),
+            rate=1e-2),
         RegistryEntry(library.unipelt, "Mao et al. 2022", "2ld + 4dr + 2db + 3d",
             "unipelt(length=10, rank=8, bottleneck=48)" ),
     ),
