@@ -302,10 +302,10 @@ def validations(*values: tuple[float, float]) -> list[dict[str, Any]]:
 FALLING = losses(1.1, 0.9, 0.5)
 ADVICE: dict[str, tuple[dict[str, Any], str]] = {
     "all alike": ({"log": FALLING, "answer": lambda row: "beast"},
-                  r"every row of test .*'beast', which 33.3%.*--lr 0\.1"),
+                  r"every row of test .*'beast', which 33.3%.*--lr 0\.05"),
     "no better": ({"log": FALLING, "answer": lambda row: "beast" if row["reference"] == "beast" else "<b>tool</b>"
                    if row["reference"] != "<b>tool</b>" else EVIL}, r"no better than always answering.*--epochs 6"),
-    "rose": ({"log": losses(1, 2, 3), "answer": lambda row: row["reference"]}, r"rose from 1 to 3.*--lr 0\.004"),
+    "rose": ({"log": losses(1, 2, 3), "answer": lambda row: row["reference"]}, r"rose from 1 to 3.*--lr 0\.002"),
     "stayed, and all is right": ({"log": losses(1, 1, 0.99), "answer": lambda row: row["reference"]}, "^$"),
     "improving": ({"log": [*FALLING, *validations((1.0, 0.3), (0.9, 0.4), (0.8, 0.5))],
                    "answer": lambda row: row["reference"],
@@ -331,7 +331,7 @@ def test_advice(case: str, copy: Callable[..., RunFolder]) -> None:
     [
         (Analysis(24, "", baseline=1 / 3, accuracy=11 / 24, majority="beast"),
          r"accuracy of 0\.458 on test is not clearly better than always answering 'beast' \(0\.333\): with 24 rows "
-         r"its 95 % interval begins at 0\.279.*a longer run, such as --epochs 6, or .*--lr 0\.1"),
+         r"its 95 % interval begins at 0\.279.*a longer run, such as --epochs 6, or .*--lr 0\.05"),
         (Analysis(24, "", baseline=1 / 3, accuracy=14 / 24, majority="beast"), "^$"),
         (Analysis(24, "", baseline=1 / 3, accuracy=1.0, majority="beast"), "^$"),
         (Analysis(24, "", nothing_right=True), "nothing on test is answered right"),
@@ -345,7 +345,7 @@ def test_what_is_not_clearly_better(analysis: Analysis, expected: str, whole: Ru
     last = max(line["step"] for line in FALLING)
     early = advising.nothing_learned(whole.config, analysis, "test", FALLING, best_step=last // 2)
     assert len(early) == len(notes) and all(
-        f"lower learning rate, such as --lr 0.004, since validation was best at step {last // 2} of" in note
+        f"lower learning rate, such as --lr 0.002, since validation was best at step {last // 2} of" in note
         for note in early
     )
 
