@@ -86,7 +86,7 @@ notebooks: $(STAMP)  # NAME=study: one of them
 	@$(BIN)/python docs/hooks/notebooks.py $(NAME)
 
 docs: $(STAMP)
-	@$(BIN)/python docs/hooks/figures.py
+	@for made in figures defaults reference; do $(BIN)/python docs/hooks/$$made.py || exit 1; done
 	@HF_HUB_OFFLINE=1 NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
