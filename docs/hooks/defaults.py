@@ -22,7 +22,7 @@ Cells = dict[tuple[str, str], tuple[float, float]]
 
 @cache
 def measured() -> tuple[Cells, Cells]:
-    """Return the scores at the default rates, and those at the best ones, of the cells that are done."""
+    """Return the scores at the default rates, and those at the best ones, of the tasks whose rates are all tried."""
     from deltune.methods.registry import default_learning_rate
     from deltune.studies.jobs.store import read_results
     from deltune.studies.own import METRIC, OWN_STUDIES
@@ -33,9 +33,10 @@ def measured() -> tuple[Cells, Cells]:
     rates: dict[tuple[str, str, str], float] = {}
     outcomes = OWN_STUDIES["own/defaults"](StudySetup("small", runs=False)).outcomes(records)
     waiting = {tuple(one.cell[axis] for axis in ("rate", "method", "task")) for one in outcomes if one.waiting}
+    not_whole = {task for rate, _, task in waiting if rate == "best"}
     for one in outcomes:
         key = one.cell["rate"], one.cell["method"], one.cell["task"]
-        if key in waiting:
+        if key in waiting or key[2] in not_whole:
             continue
         rates[key] = one.spec.get("lr") or default_learning_rate(one.spec["method"])
         name = next((name for name in METRIC if name in one.scores), "")
