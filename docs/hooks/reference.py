@@ -19,14 +19,10 @@ ENTRY = re.compile(r"^::: (\S+)\n((?:    .*\n)*)", re.MULTILINE)
 
 
 def with_names(page: str) -> str:
-    """Return a page with the list of its objects below its introduction, where it has any."""
+    """Return a page with the list of its objects below its introduction."""
     page = BLOCK.sub("", page)
     lines = [line for name, options in ENTRY.findall(page + "\n") for line in _lines(name, options)]
-    if not lines:
-        return page
-    place = ENTRY.search(page)
-    heading = re.search(r"^## ", page, re.MULTILINE)
-    at = min(match.start() for match in (place, heading) if match)
+    at = next(re.finditer(r"^(:::|##) ", page, re.MULTILINE)).start()
     return page[:at] + "\n".join(["<!-- names -->", *lines, "<!-- end -->", "", ""]) + page[at:]
 
 

@@ -59,5 +59,6 @@ def test_on_minilm_tuning_wins(tmp_path: Path) -> None:
         assert metrics.probe is not None
         right.append((metrics.test["accuracy"], metrics.probe.test["accuracy"]))
     assert sum(tuned for tuned, _ in right) / 5 >= 0.76
+    assert all(tuned > probe for tuned, probe in right)
     differences = [tuned - probe for tuned, probe in right]
     assert statistics.fmean(differences) > 2.776 * statistics.stdev(differences) / 5**0.5  # t of 4 degrees of freedom

@@ -178,7 +178,7 @@ def test_figures_show_the_committed_numbers() -> None:
         assert committed == draw(), f"{name}: run `python docs/hooks/figures.py`"
 
 
-LARGEST_CLASS = {"sst2": 50.3, "tickets": 12.5, "sick": 56.9}
+LARGEST_CLASS = {"sst2": 50.3, "tickets": 12.5, "sick": 56.6}
 
 
 def test_default_rates_are_near_the_best() -> None:

@@ -390,18 +390,22 @@ class _Search:
         facts = f"{counted(scalars, 'scalar')}, {format_duration(seconds)} a run, {format_bytes(cost.peak_bytes)}"
         logger.info("measured %s: %s", method, facts)
         needed = max(FINALISTS * seconds / (1 - SEARCH_SHARE), FINALISTS * seconds + self.seconds) / 60
-        why = ""
-        if self.memory is not None and cost.peak_bytes > self.memory:
-            why = f"{format_bytes(cost.peak_bytes)} of memory, {format_bytes(self.memory)} are allowed"
-        elif self.mergeable and cost.why_unmerged:
+        why = self._over_memory(cost)
+        if not why and self.mergeable and cost.why_unmerged:
             why = f"it cannot be merged ({cost.why_unmerged})"
-        elif self.minutes is not None and needed > self.minutes:
+        if not why and self.minutes is not None and needed > self.minutes:
             enough = counted(math.ceil(needed), "minute")
             why = f"a run takes {format_duration(seconds)}; give {enough}, or fewer epochs or rows"
         if why:
             return [Candidate(method, math.nan, scalars, cost, why)]
         rates = [cost.rate, *(float(f"{cost.rate * factor:.2g}") for factor in self.factors if factor != 1)]
         return [Candidate(method, rate, scalars, cost) for rate in rates]
+
+    def _over_memory(self, cost: StepCost) -> str:
+        """Return by how much a run exceeds the limit of memory, or ""."""
+        if self.memory is None or cost.peak_bytes <= self.memory:
+            return ""
+        return f"{format_bytes(cost.peak_bytes)} of memory, {format_bytes(self.memory)} are allowed"
 
     def _cost(self, config: RunConfig) -> StepCost:
         """Return what a candidate costs, its peak in a step of the longest of all training rows."""
@@ -626,23 +630,20 @@ class _Search:
         """Return full tuning at its default rate, with its validation score or why it breaks the limits."""
         config, full = self.base.replace(method="full"), Candidate("full tuning", math.nan, 0)
         try:
-            if not self._fits(self.longest[-1]):  # not even what trains less
-                full.dropped = "no time is left"
-                return full
-            cost = self._cost(config)
-            full.rate, full.scalars, full.cost = cost.rate, count(load_config(config.model.name), "full").method, cost
-            if self.memory is not None and cost.peak_bytes > self.memory:
-                full.dropped = f"{format_bytes(cost.peak_bytes)} of memory, {format_bytes(self.memory)} are allowed"
-            elif not self._fits(cost):
-                full.dropped = f"no time is left for {format_duration(self._predicted(cost, final=True))}"
-            else:
-                config = config.replace(validate_every=_eighth(cost.steps))
-                metrics = self._timed(config, self.folder / "finals" / "full", cost, final=True, report=False)
-                full.finals = [float(metrics.best.value or 0.0)]
+            if not self._fits(self.longest[-1]):
+                raise DeltuneError("no time is left")  # not even for what trains less
+            full.cost = cost = self._cost(config)
+            full.rate, full.scalars = cost.rate, count(load_config(config.model.name), "full").method
+            if why := self._over_memory(cost):
+                raise DeltuneError(why)
+            if not self._fits(cost):
+                raise DeltuneError(f"no time is left for {format_duration(self._predicted(cost, final=True))}")
+            config = config.replace(validate_every=_eighth(cost.steps))
+            metrics = self._timed(config, self.folder / "finals" / "full", cost, final=True, report=False)
+            full.finals = [float(metrics.best.value or 0.0)]
         except DeltuneError as error:
             full.dropped = str(error)
-        if full.dropped:
-            logger.info("full tuning is left out: %s", full.dropped)
+            logger.info("full tuning is left out: %s", error)
         return full
 
     def _write(self, choice: Choice, candidates: Sequence[Candidate], metric: str) -> None:

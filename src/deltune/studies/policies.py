@@ -112,8 +112,7 @@ def successive_halving(eta: int) -> Policy:
 
 def tpe_with_median_pruner(grid: Grid) -> Picked:
     """Let Optuna's TPE propose method and rate, and its median pruner end what is behind."""
-    import optuna
-
+    optuna = _optuna()
     sampler = optuna.samplers.TPESampler(seed=grid.random().randrange(2**31))
     search = optuna.create_study(direction="maximize", sampler=sampler, pruner=optuna.pruners.MedianPruner())
     methods = list(dict.fromkeys(method for method, _ in grid.runs))
@@ -132,8 +131,7 @@ def chosen_from(methods: Sequence[str]) -> Policy:
     """Return the policy that does as `deltune choose` before its finals: methods × four rates, default rates first."""
 
     def choose(grid: Grid) -> Picked:
-        import optuna
-
+        optuna = _optuna()
         from .choosing import halving
 
         search = optuna.create_study(direction="maximize", pruner=halving(grid.steps))
@@ -143,6 +141,13 @@ def chosen_from(methods: Sequence[str]) -> Policy:
         return max(done, key=lambda run: (done[run], grid.validation_at(run, done[run])[1])), sum(done.values())
 
     return choose
+
+
+def _optuna() -> Any:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
 
 
 def _tried(search: Any, trial: Any, curve: Sequence[tuple[int, float]]) -> int:

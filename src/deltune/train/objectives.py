@@ -216,10 +216,15 @@ def check_objective(config: RunConfig, reward: RewardFunction | None, sharded: s
         check_extra("align", f"--objective {kind} needs")
 
 
+def skips_lm_head(objective: str) -> bool:
+    """Return whether TRL's trainer of an objective reads the weight of the projection to the vocabulary uncalled."""
+    return objective != "sft" and not OBJECTIVES[objective].calls_lm_head
+
+
 def check_lm_head(objective: str, tuned: Tuned) -> None:
     """Refuse a delta that acts at a projection to the vocabulary that TRL's trainer would not call."""
     path = tuned.attached.passes.vocabulary  # where some delta acts at it
-    if objective != "sft" and path is not None and not OBJECTIVES[objective].calls_lm_head:
+    if path is not None and skips_lm_head(objective):
         raise DeltuneError(
             f"{tuned.method!r} acts at {path}, whose weight TRL's trainer of {objective} reads without calling it: "
             "tune with --objective sft, merge that run (deltune merge), and give the merged model a method that does "

@@ -53,13 +53,13 @@ from .data.tag_schemes import PLAIN
 from .frozen_layers import FrozenLayers
 from .inference import SPLITS, with_tag_scheme
 from .objectives import (
-    OBJECTIVES,
     RewardFunction,
     arguments_class,
     check_lm_head,
     check_objective,
     objective_line,
     objective_trainer,
+    skips_lm_head,
     trl_arguments,
 )
 from .overview import (
@@ -775,7 +775,7 @@ def _untrained_line(state: RunState) -> str:
         return ""
     objective, added = state.config.objective.kind, f"+ trainable_tokens(tokens={tuple(tokens)})"
     todo = f"add {added}"
-    if objective != "sft" and not OBJECTIVES[objective].calls_lm_head:
+    if skips_lm_head(objective):
         todo = f"train them first, by --objective sft and {added}, and give {objective} that run merged (deltune merge)"
     return (
         f"{', '.join(tokens.values())}: the base never trained the embeddings of these tokens, and "

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,7 +45,15 @@ from .records import ProbeRecord, signed_score
 from .run_folder import RunFolder
 from .tasks.base import Columns, InferenceContext, TaskKind, TaskOptions, condition_of_rows, task_ids
 from .tasks.chat import CHAT, last_answer
-from .tasks.encoding import IGNORE_INDEX, EncodedRows, LengthGroupedBatches, Row, collate, longest_length
+from .tasks.encoding import (
+    IGNORE_INDEX,
+    EncodedRows,
+    LengthGroupedBatches,
+    Row,
+    collate,
+    count_tokens,
+    longest_length,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -395,6 +404,7 @@ class DeltaTrainer(DeltaCheckpointTrainer):
 
     def __init__(self, state: RunState, arguments: TrainingArguments, bar: ProgressDisplay) -> None:
         self.run_state, self.bar = state, bar
+        self.collated: deque[int] = deque()  # tokens of each batch that no step has taken yet
         # each token is predicted from those before it; the Trainer goes by the class's name, and misses some
         self.shifted = state.kind.head == "causal-lm"
         super().__init__(
@@ -427,6 +437,7 @@ class DeltaTrainer(DeltaCheckpointTrainer):
     def _batch(self, rows: list[Row]) -> dict[str, torch.Tensor]:
         """Collate rows; a device without rows in this step gets one whose labels are ignored."""
         state = self.run_state
+        self.collated.append(sum(count_tokens(row["input_ids"]) for row in rows))
         if rows and state.packing is not None:
             bins = best_fit([len(row["input_ids"]) for row in rows], state.kind.max_input_tokens(state.limits))
             return state.packing.batch([[rows[i] for i in one] for one in bins], state.model.dtype)
@@ -441,6 +452,7 @@ class DeltaTrainer(DeltaCheckpointTrainer):
 
     def get_train_dataloader(self) -> DataLoader[Row]:
         """Return the batches of all steps, dealt to the processes by accelerate."""
+        self.collated.clear()
         rows, pinned = self.run_state.encoded["train"], self.args.dataloader_pin_memory
         loader = DataLoader(rows, batch_sampler=self.run_state.batches, collate_fn=self._batch, pin_memory=pinned)
         prepared: DataLoader[Row] = self.accelerator.prepare(loader)
@@ -450,14 +462,8 @@ class DeltaTrainer(DeltaCheckpointTrainer):
         """Return the batches of a step on this device, and how many items the batches of all devices have."""
         batches = [next(epoch_iterator) for _ in range(num_batches)]
         items = torch.stack([self._items(batch).to(device) for batch in batches]).sum()
-        self.run_state.tokens += sum(self._tokens(batch) for batch in batches)
+        self.run_state.tokens += sum(self.collated.popleft() for _ in batches)  # the next one may be there already
         return batches, distributed.all_reduce_sum(items)
-
-    def _tokens(self, batch: dict[str, torch.Tensor]) -> int:
-        """Count the tokens of a batch without its padding."""
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
-        is_text = mask if mask is not None and mask.shape == ids.shape else ids != self.run_state.tokenizer.pad_token_id
-        return int(is_text.sum())
 
     def _items(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Count what the loss of a batch is the mean of: rows, or the tokens that are predicted."""
